@@ -1,0 +1,174 @@
+"""The only file of the compiler that touches JAX internals.
+
+What differs between JAX 0.4.26 and newer versions is settled here; the passes see one set of names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import jax
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+try:
+  from jax.extend import core as _core
+
+  Primitive = _core.Primitive
+  Jaxpr = _core.Jaxpr
+  ClosedJaxpr = _core.ClosedJaxpr
+  Var = _core.Var
+  Literal = _core.Literal
+  JaxprEqn = _core.JaxprEqn
+  jaxpr_as_fun = _core.jaxpr_as_fun
+except (ImportError, AttributeError):
+  from jax import core as _core
+
+  Primitive = _core.Primitive
+  Jaxpr = _core.Jaxpr
+  ClosedJaxpr = _core.ClosedJaxpr
+  Var = _core.Var
+  Literal = _core.Literal
+  JaxprEqn = _core.JaxprEqn
+  jaxpr_as_fun = _core.jaxpr_as_fun
+
+from jax import core as _jax_core
+
+ShapedArray = _jax_core.ShapedArray
+DropVar = getattr(_jax_core, 'DropVar', None)
+if DropVar is None:
+  from jax._src.core import DropVar  # moved out of the public module in newer versions
+
+from jax._src import core as _src_core
+from jax._src import source_info_util
+
+__all__ = [
+    'ClosedJaxpr',
+    'DropVar',
+    'Jaxpr',
+    'JaxprEqn',
+    'Literal',
+    'Primitive',
+    'ShapedArray',
+    'Var',
+    'dce',
+    'eval_jaxpr',
+    'is_drop',
+    'jaxpr_as_fun',
+    'new_eqn',
+    'new_jaxpr',
+    'new_var',
+    'register',
+    'source_of',
+    'trace',
+]
+
+Zero = ad.Zero
+
+
+def is_drop(v: Any) -> bool:
+  """Whether `v` is the placeholder of an equation's unused result."""
+  return isinstance(v, DropVar)
+
+
+def _make_var(aval: Any) -> Any:
+  try:
+    return _src_core.Var(aval)  # newer: Var(aval)
+  except TypeError:
+    return _src_core.Var('', aval)  # 0.4.26: Var(suffix, aval)
+
+
+def new_var(aval: Any) -> Any:
+  """A fresh variable."""
+  return _make_var(strip_weak_type(aval))
+
+
+def strip_weak_type(aval: Any) -> Any:
+  """`aval` without weak typing, which has no meaning between programs."""
+  return aval.update(weak_type=False) if getattr(aval, 'weak_type', False) else aval
+
+
+def new_jaxpr(
+    constvars: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]
+) -> Any:
+  """A jaxpr of the given parts; effects are the union of the equations'."""
+  effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+  return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects)
+
+
+def new_eqn(
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    primitive: Any,
+    params: dict[str, Any],
+    like: Any | None = None,
+) -> Any:
+  """An equation; `like` lends its source information."""
+  info = like.source_info if like is not None else source_info_util.new_source_info()
+  return _src_core.new_jaxpr_eqn(
+      list(invars), list(outvars), primitive, params, frozenset(), info
+  )
+
+
+def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
+  """Traces `fn` of flat arguments to a ClosedJaxpr."""
+  return jax.make_jaxpr(fn)(*avals)
+
+
+def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+  """Evaluates a jaxpr, or stages it out where `args` are tracers."""
+  return _jax_core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def dce(jaxpr: Any, used_outputs: Sequence[bool], instantiate: bool = True) -> tuple[Any, list]:
+  """Removes equations that no used output needs; returns the jaxpr and which invars are used."""
+  return pe.dce_jaxpr(jaxpr, list(used_outputs), instantiate=instantiate)
+
+
+def source_of(eqn: Any) -> str:
+  """The user's source line of an equation, as 'file.py:12 (function)'."""
+  return source_info_util.summarize(eqn.source_info)
+
+
+def register(
+    primitive: Any,
+    *,
+    impl: Callable[..., Any],
+    abstract_eval: Callable[..., Any],
+    lowering: Callable[..., Any],
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any],
+    transpose: Callable[..., Any] | None = None,
+    dce: Callable[..., Any] | None = None,
+) -> None:
+  """Registers all the rules of a primitive with several results."""
+  primitive.multiple_results = True
+  primitive.def_impl(impl)
+  primitive.def_abstract_eval(abstract_eval)
+  mlir.register_lowering(primitive, lowering)
+  ad.primitive_jvps[primitive] = jvp
+  batching.primitive_batchers[primitive] = batch
+  if transpose is not None:
+    ad.primitive_transposes[primitive] = transpose
+  if dce is not None:
+    pe.dce_rules[primitive] = dce
+
+
+def lower_fun(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """A lowering rule that traces `fn`."""
+  return mlir.lower_fun(fn, multiple_results=True)
+
+
+def instantiate_zeros(tangent: Any) -> Any:
+  """A tangent as an array, also where it is known to be zero."""
+  return ad.instantiate_zeros(tangent)
+
+
+def is_float0(aval: Any) -> bool:
+  """Whether `aval` is of the dtype of tangents of integers."""
+  return aval.dtype == jax.dtypes.float0
+
+
+def zero_like_tangent(primal: Any) -> Any:
+  """The symbolic zero tangent of a primal value."""
+  return Zero.from_primal_value(primal) if hasattr(Zero, 'from_primal_value') else Zero.from_value(primal)
