@@ -1,0 +1,1 @@
+"""Experiments to run and to copy from; run them from the repository's root."""
