@@ -1,1 +1,29 @@
+"""Pipeline schedules: which actor runs which task when. Pure Python, no arrays."""
 
+from pax_mpmd.schedules.base import Schedule
+from pax_mpmd.schedules.gpipe import GPipe
+from pax_mpmd.schedules.grid import format_grid
+from pax_mpmd.schedules.interleaved import InterleavedOneFOneB
+from pax_mpmd.schedules.one_f_one_b import OneFOneB
+from pax_mpmd.schedules.registry import NAMES, get
+from pax_mpmd.schedules.simulate import Simulation, simulate
+from pax_mpmd.schedules.table import FromTable, to_csv
+from pax_mpmd.schedules.task import Phase, Task
+from pax_mpmd.schedules.validate import validate
+
+__all__ = [
+    'FromTable',
+    'GPipe',
+    'InterleavedOneFOneB',
+    'NAMES',
+    'OneFOneB',
+    'Phase',
+    'Schedule',
+    'Simulation',
+    'Task',
+    'format_grid',
+    'get',
+    'simulate',
+    'to_csv',
+    'validate',
+]

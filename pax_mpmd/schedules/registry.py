@@ -1,0 +1,51 @@
+"""Schedules by short name, as command-line flags and configs give them."""
+
+from __future__ import annotations
+
+import os
+from typing import Mapping
+
+from pax_mpmd import errors
+from pax_mpmd.schedules.base import Schedule
+from pax_mpmd.schedules.gpipe import GPipe
+from pax_mpmd.schedules.interleaved import InterleavedOneFOneB
+from pax_mpmd.schedules.one_f_one_b import OneFOneB
+from pax_mpmd.schedules.table import FromTable
+
+__all__ = ['NAMES', 'get']
+
+NAMES: Mapping[str, type[Schedule]] = {
+    'gpipe': GPipe,
+    '1f1b': OneFOneB,
+    'interleaved_1f1b': InterleavedOneFOneB,
+}
+
+
+def get(
+    name_or_path: str | os.PathLike, num_stages: int | None = None, num_actors: int | None = None
+) -> Schedule:
+  """Builds a schedule from its short name or reads it from a CSV file.
+
+  Args:
+    name_or_path: a key of `NAMES`, or the path of a table that ends in .csv.
+    num_stages: number of stages; may be None for a table, which says itself.
+    num_actors: number of actors; None means one for each stage, or what the table says.
+
+  Returns:
+    The schedule.
+
+  Raises:
+    ConfigError: there is no schedule of that name, or num_stages is missing.
+    ScheduleError: the table can't be read, or the numbers don't suit the schedule.
+  """
+  name = os.fspath(name_or_path)
+  if name.endswith('.csv'):
+    return FromTable(name, num_stages=num_stages, num_actors=num_actors)
+  if name not in NAMES:
+    raise errors.ConfigError(
+        f'There is no schedule named {name!r}. Choose one of {", ".join(NAMES)}, or give the path '
+        'of a table that ends in .csv.'
+    )
+  if num_stages is None:
+    raise errors.ConfigError(f'The schedule {name!r} needs num_stages.')
+  return NAMES[name](num_stages=num_stages, num_actors=num_actors)
