@@ -1,0 +1,334 @@
+"""Losses, metrics and gradients of a batch from those of its microbatches, as Pax weights them.
+
+Pax computes the main loss on the whole batch: sum(xent * w) / sum(w). Per microbatch the model
+gives loss_i with weight W_i, so the batch's loss is sum(W_i loss_i) / sum(W_i), and the gradient
+likewise; the loop differentiates W_i loss_i and the sum is divided once after it. What a pipeline
+adds as auxiliary loss Pax divides by the number of microbatches M, unweighted, so with aux_i the
+objective of a microbatch is W_i loss_i + (W / M - W_i) aux_i, W = sum(W_i).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+import numpy as np
+from pax_mpmd import errors
+from pax_mpmd.compile import jax_compat
+from pax_mpmd.compile import marks
+from pax_mpmd.pax import layer
+from pax_mpmd.pax import microbatches
+from paxml import learners
+from paxml import sgf
+from paxml import trainer_lib
+from praxis import base_layer
+
+__all__ = ['ScalarRules', 'make_grad_fn', 'safe_divide', 'weighted', 'without_empty_weights']
+
+# In place of a weight of zero where a whole microbatch has none. Small enough to change no sum, and
+# it keeps models that divide by their weights (and the gradient of that) away from 0 / 0.
+_TINY_WEIGHT = 1e-20
+
+Sums = dict[str, Any]
+
+
+class _NeedsTotalWeight(Exception):
+  """The model adds auxiliary losses in the pipeline: the batch's weight is needed in the loop."""
+
+
+def without_empty_weights(inputs: Any) -> Any:
+  """`inputs` of one microbatch with tiny `weights` where all of them are zero."""
+  weights = inputs.get('weights') if isinstance(inputs, dict) else None
+  if weights is None or not jnp.issubdtype(weights.dtype, jnp.floating):
+    return inputs
+  inputs = inputs.copy()
+  inputs['weights'] = jnp.where(
+      jnp.all(weights == 0), jnp.asarray(_TINY_WEIGHT, weights.dtype), weights
+  )
+  return inputs
+
+
+@dataclasses.dataclass
+class ScalarRules:
+  """How each weighted scalar of a batch follows from those of its microbatches.
+
+  Learned while the loop is traced (`sums_of`), used after it (`combine`).
+
+  Attributes:
+    loss_key: the scalar that is the loss.
+    rules: name -> 'loss', 'aux', 'weighted', 'mean' or 'sum'.
+    unit_loss_weight: whether the loss has weight 1 whatever the batch is.
+  """
+
+  loss_key: str | None
+  rules: dict[str, str] = dataclasses.field(default_factory=dict)
+  unit_loss_weight: bool = False
+
+  def note_loss_weight(self, scalars: dict[str, tuple[Any, Any]]) -> None:
+    """Notes whether the loss's own weight is a constant 1, before anything hides that."""
+    if self.loss_key in scalars:
+      self.unit_loss_weight = is_one(scalars[self.loss_key][1])
+
+  def sums_of(self, scalars: dict[str, tuple[Any, Any]], loss_weight: Any, aux_loss: Any) -> Sums:
+    """What the loop sums for the weighted scalars of one microbatch.
+
+    Args:
+      scalars: name -> (value, weight).
+      loss_weight: the weight of the microbatch's loss.
+      aux_loss: what pipelines added to it as auxiliary loss.
+
+    Returns:
+      A pytree of arrays to be summed over the microbatches, for `combine`.
+    """
+    sums = {}
+    for name, (value, weight) in scalars.items():
+      value, weight = jnp.asarray(value), weight
+      if name == self.loss_key:
+        self.rules[name] = 'loss'
+        sums[name] = (weighted(value - aux_loss, loss_weight), loss_weight, aux_loss, weight)
+      elif not is_one(weight):
+        self.rules[name] = 'weighted'
+        sums[name] = (weighted(value, weight), weight)
+      elif name == 'aux_loss':
+        # Outside of the pipeline auxiliary losses are averages over tokens (the softmax's z-loss).
+        self.rules[name] = 'aux'
+        sums[name] = (weighted(value - aux_loss, loss_weight), loss_weight, aux_loss, weight)
+      else:
+        # Pax's models give weight 1 to what isn't an average over tokens, among them the counts,
+        # which they name num_something.
+        self.rules[name] = 'sum' if name.startswith('num_') else 'mean'
+        sums[name] = (value, weight)
+    return jax.tree_util.tree_map(jnp.asarray, sums)
+
+  def combine(self, sums: Sums, num_microbatches: int) -> dict[str, tuple[Any, Any]]:
+    """The batch's weighted scalars from the sums over its microbatches."""
+    out = {}
+    for name, (value, *rest) in sums.items():
+      rule, weight = self.rules[name], rest[-1]
+      if rule in ('loss', 'aux'):
+        loss_weight, aux_loss, _ = rest
+        value = safe_divide(value, loss_weight.astype(value.dtype)) + aux_loss / num_microbatches
+      elif rule == 'weighted':
+        value = safe_divide(value, weight.astype(value.dtype))
+      elif rule == 'mean':
+        value = value / num_microbatches
+      if rule in ('aux', 'mean', 'sum') or (rule == 'loss' and self.unit_loss_weight):
+        weight = weight / num_microbatches
+      out[name] = (value, weight)
+    return out
+
+
+def is_one(weight: Any) -> bool:
+  """Whether a weight is the number 1 whatever the batch is (and so isn't summed over a batch)."""
+  return not isinstance(weight, jax.core.Tracer) and bool(np.all(np.asarray(weight) == 1))
+
+
+def safe_divide(x: Any, y: Any) -> Any:
+  """x / y, and 0 where y is 0: a batch without any weight has loss and gradient 0, not NaN."""
+  return jnp.where(y == 0, jnp.zeros_like(x), x / jnp.where(y == 0, jnp.ones_like(y), y))
+
+
+def weighted(value: Any, weight: Any) -> Any:
+  """value * weight, and 0 where the weight is 0, also if the value is NaN then."""
+  return jnp.where(weight == 0, jnp.zeros_like(value), value) * weight
+
+
+def mean_summaries(sums: dict[str, Any], num_microbatches: int) -> dict[str, Any]:
+  """Summaries of the batch: the mean over microbatches as in Pax's pipeline; counts are summed."""
+
+  def finish(name, x):
+    if name.rsplit('/', 1)[-1].startswith('num_') and x.ndim == 0:
+      return x
+    return x / num_microbatches
+
+  return {name: finish(name, x) for name, x in sums.items()}
+
+
+def numeric_summaries(summaries: dict[str, Any]) -> dict[str, Any]:
+  """Only the summaries that can be averaged; text has no mean over microbatches."""
+  arrays = {name: jnp.asarray(x) for name, x in summaries.items()}
+  return {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.number)}
+
+
+def check_no_clu_metrics(clu_metrics: Any) -> None:
+  """Raises ConfigError where the model returns clu metrics instead of weighted scalars."""
+  if clu_metrics:
+    raise errors.ConfigError(
+        f'The model returns clu metrics {sorted(clu_metrics)} from compute_loss; pax_mpmd combines'
+        ' only weighted scalars, (value, weight) pairs, over microbatches. Return pairs.'
+    )
+
+
+def check_loss_weight(loss_weight: Any) -> None:
+  """Raises ConfigError where the loss has no weight to combine microbatches with."""
+  if loss_weight is None:
+    raise errors.ConfigError(
+        'The loss aggregator of the task gives its loss no weight; microbatches can then not be'
+        ' combined. Use paxml.base_metrics.LossAggregator with one loss_key'
+        ' (task.loss_aggregator).'
+    )
+
+
+def make_grad_fn(
+    microbatching: microbatches.Microbatching, var_weight_hparams: Any, loss_key: str | None
+) -> trainer_lib.GradFnProtocol:
+  """A gradient function for Pax's `train_step_single_learner` that loops over microbatches.
+
+  Args:
+    microbatching: how to split the batch.
+    var_weight_hparams: Praxis' metadata of the model's variables.
+    loss_key: the name of the weighted scalar that is the loss.
+
+  Returns:
+    A function with the signature of `trainer_lib.GradFnProtocol`; loss, gradients, weighted
+    scalars, summaries and per-example outputs are those of the whole batch.
+  """
+
+  def grad_fn(
+      loss_fn: trainer_lib.LossFnProtocol,
+      learner: learners.Learner,
+      mdl_vars: Any,
+      inputs: Any,
+      prng_key: Any,
+  ) -> tuple[tuple[Any, sgf.GradAuxInfo], Any]:
+    if learner.stochastic_gradient is not None:
+      raise errors.ConfigError(
+          'learner.stochastic_gradient is set to'
+          f' {type(learner.stochastic_gradient).__name__}; per-example gradients are not supported'
+          ' with MPMD pipelining. Leave learner.stochastic_gradient None.'
+      )
+    batch_size = jax.tree_util.tree_leaves(inputs)[0].shape[0]
+    num_microbatches = microbatching.count(batch_size)
+    rules = ScalarRules(loss_key)
+    run = _Loop(loss_fn, learner, mdl_vars, var_weight_hparams, rules, num_microbatches)
+    try:
+      return run(inputs, prng_key, total_weight=None)
+    except _NeedsTotalWeight:
+      total_weight = _total_weight(loss_fn, mdl_vars, inputs, prng_key)
+      return run(inputs, prng_key, total_weight=total_weight)
+
+  return grad_fn
+
+
+def _total_weight(loss_fn, mdl_vars, inputs, prng_key):
+  """The weight of the whole batch's loss, without computing that: traced, then cut down."""
+
+  def weight_of(mdl_vars, inputs, prng_key):
+    return loss_fn(mdl_vars, inputs, prng_key)[1].loss_weight
+
+  args = (mdl_vars, inputs, prng_key)
+  closed = jax.make_jaxpr(weight_of)(*args)
+  jaxpr, used = jax_compat.dce(closed.jaxpr, [True], instantiate=False)
+  needed = [x for x, u in zip(jax.tree_util.tree_leaves(args), used) if u]
+  return jax_compat.eval_jaxpr(jaxpr, closed.consts, *needed)[0]
+
+
+class _Loop:
+  """One microbatch loop of a train step."""
+
+  def __init__(self, loss_fn, learner, mdl_vars, var_weight_hparams, rules, num_microbatches):
+    self._loss_fn = loss_fn
+    self._learner = learner
+    self._mdl_vars = mdl_vars
+    self._var_weight_hparams = var_weight_hparams
+    self._rules = rules
+    self._num_microbatches = num_microbatches
+    # Pax's own: it knows which variables take no gradient and what they get in its place.
+    self._grad_fn = trainer_lib._get_default_grad_fn(  # pylint: disable=protected-access
+        *trainer_lib.get_excluded_var_masks(var_weight_hparams, learner)
+    )
+
+  def __call__(self, inputs, prng_key, total_weight):
+    m = self._num_microbatches
+    batch = dict(
+        inputs=microbatches.split_batch(inputs, m), prng_key=jax.random.split(prng_key, m)
+    )
+
+    def objective(mdl_vars, inputs, prng_key):
+      return self._objective(mdl_vars, inputs, prng_key, total_weight)
+
+    def microbatch_fn(microbatch):
+      (_, (sums, per_example_out)), grads = self._grad_fn(
+          loss_fn=objective,
+          learner=self._learner,
+          mdl_vars=self._mdl_vars,
+          inputs=without_empty_weights(microbatch['inputs']),
+          prng_key=microbatch['prng_key'],
+      )
+      return (grads, sums), per_example_out
+
+    (grads, sums), per_example_out = marks.accumulate_grads(microbatch_fn, batch)
+    weight = sums['weight']
+    grads = jax.tree_util.tree_map(lambda g: safe_divide(g, weight.astype(g.dtype)), grads)
+    loss = safe_divide(sums['main'], weight) + sums['aux_loss'] / m
+    aux_info = (
+        loss,
+        self._rules.combine(sums['scalars'], m),
+        self._merge_updates(sums['updates']),
+        mean_summaries(sums['summaries'], m),
+        microbatches.merge_microbatches(per_example_out),
+        {},
+    )
+    return (loss, sgf.GradAuxInfo(loss_weight=weight, aux_info=aux_info)), grads
+
+  def _objective(self, mdl_vars, inputs, prng_key, total_weight):
+    """W_i loss_i (and the share of auxiliary losses) with, as aux, what the loop accumulates."""
+    with layer.collect_aux_losses() as aux_losses:
+      loss, info = self._loss_fn(mdl_vars, inputs, prng_key)
+    _, scalars, updated_vars, summaries, per_example_out, clu_metrics = info.aux_info
+    check_no_clu_metrics(clu_metrics)
+    check_loss_weight(info.loss_weight)
+    self._rules.note_loss_weight(scalars)
+    weight = jnp.asarray(jax.lax.stop_gradient(info.loss_weight), loss.dtype)
+    aux_loss = sum(aux_losses, jnp.zeros((), loss.dtype))
+    objective = weighted(loss, weight)
+    if aux_losses:
+      if total_weight is None:
+        raise _NeedsTotalWeight()
+      # All weights are 1 where the model's weight doesn't depend on the batch: then W is M.
+      share = 1.0 if self._rules.unit_loss_weight else total_weight / self._num_microbatches
+      objective += (share - weight) * aux_loss
+    sums = dict(
+        main=weighted(loss - aux_loss, weight),
+        aux_loss=aux_loss,
+        weight=weight,
+        scalars=self._rules.sums_of(scalars, weight, aux_loss),
+        summaries=numeric_summaries(summaries),
+        updates=self._updates(updated_vars),
+    )
+    return objective, (sums, per_example_out)
+
+  def _updates(self, updated_vars):
+    """Changes of the variables that the forward pass updates (moving averages, counters)."""
+    return {
+        collection: jax.tree_util.tree_map(
+            lambda new, old: _difference(new, old), tree, self._mdl_vars[collection]
+        )
+        for collection, tree in updated_vars.items()
+        if collection in self._mdl_vars
+    }
+
+  def _merge_updates(self, updates):
+    """Pax's rule for replicas of a batch: changes are averaged or, for counters, added."""
+
+    def merge(delta, old, hparams):
+      if base_layer.var_requires_mean_sync(hparams):
+        mean = delta / self._num_microbatches
+        delta = jnp.round(mean) if jnp.issubdtype(old.dtype, jnp.integer) else mean
+      new = old.astype(delta.dtype) + delta
+      return (new > 0.5 if old.dtype == jnp.bool_ else new).astype(old.dtype)
+
+    return {
+        collection: jax.tree_util.tree_map(
+            merge, tree, self._mdl_vars[collection], self._var_weight_hparams[collection]
+        )
+        for collection, tree in updates.items()
+    }
+
+
+def _difference(new, old):
+  if old.dtype == jnp.bool_:
+    return new.astype(jnp.float32) - old.astype(jnp.float32)
+  return new - old

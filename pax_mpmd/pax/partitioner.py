@@ -1,0 +1,109 @@
+"""The partitioner: turns Pax's step functions into steps that `mpmd_jit` runs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+from absl import logging
+import jax
+import numpy as np
+from pax_mpmd import errors
+from pax_mpmd.pax import train_step as train_step_lib
+from pax_mpmd.pax import transform
+from paxml import partitioning
+from paxml import trainer_lib
+
+__all__ = ['MpmdPartitioner']
+
+# Builds the distributed step: (function, donate_argnums) -> callable.
+StepBuilder = Callable[..., Callable[..., Any]]
+
+
+class MpmdPartitioner(partitioning.PjitPartitioner):
+  """Partitions Pax's train and eval steps over actors.
+
+  Everything but the steps is Pax's `PjitPartitioner` on the driver's own devices: initialising and
+  restoring the state gives the same values as with Pax's SPMD pipelining. The first step moves the
+  state to the actors; from then on it is made of `MpmdArray`s.
+  """
+
+  def __init__(
+      self,
+      task: Any,
+      pipeline: transform.PipelineConfig,
+      build_step: StepBuilder,
+      *,
+      init_is_eval: bool = False,
+  ):
+    """Constructor.
+
+    Args:
+      task: the task (instance or config), for its mesh.
+      pipeline: what `transform.mpmd_task` found in it.
+      build_step: called as build_step(fn, donate_argnums=...), gives what `mpmd_jit` would.
+      init_is_eval: as in Pax.
+    """
+    if jax.local_device_count() >= pipeline.num_devices:
+      device_mesh = None  # Pax's own: values that depend on the sharding (rbg keys) then agree.
+    else:
+      shape = [1] * len(task.model.mesh_axis_names)
+      device_mesh = np.asarray(jax.devices()[:1]).reshape(shape)
+    super().__init__(init_is_eval, reshard_inputs=False, task=task, device_mesh=device_mesh)
+    self._pipeline = pipeline
+    self._build_step = build_step
+    one_device = np.asarray(jax.devices()[:1]).reshape([1] * len(self._mesh_names))
+    self._actor_mesh = jax.sharding.Mesh(one_device, self._mesh_names)
+
+  @property
+  def pipeline(self) -> transform.PipelineConfig:
+    """The pipeline's numbers."""
+    return self._pipeline
+
+  def traceable_step(self, step_fn: Any, is_eval: bool) -> Callable[..., Any]:
+    """The function (state, prng_key, inputs) -> (state, StepFnOutput) that gets distributed.
+
+    Raises:
+      ConfigError: if `step_fn` isn't Pax's train or eval step.
+    """
+    metadata = self.get_train_state_metadata(discard_opt_states=is_eval)
+    makers = {
+        trainer_lib.train_step_single_learner: train_step_lib.make_train_step,
+        trainer_lib.eval_step_single_learner: train_step_lib.make_eval_step,
+    }
+    if step_fn not in makers:
+      raise errors.ConfigError(
+          f'MPMD pipelining runs Pax\'s train and eval steps; {getattr(step_fn, "__name__", step_fn)}'
+          ' is neither. Decoding (--decode_during_train) and custom train programs with step'
+          ' functions of their own are not supported: run them without --mpmd.'
+      )
+    step = makers[step_fn](
+        self._jax_task, self._pipeline.microbatching, metadata.var_weight_hparams
+    )
+
+    @functools.wraps(step)
+    def traced(state, prng_key, inputs):
+      # Constraints inside are then those of one actor's devices.
+      with self._actor_mesh:
+        return step(state, prng_key, inputs)
+
+    return traced
+
+  def partition(
+      self, step_fn: Any, inputs_shape_dtype: Any, is_eval: bool
+  ) -> tuple[partitioning.PartitionedStepFn, Any]:
+    """Distributes a step function; see Pax's `Partitioner.partition`."""
+    logging.info('[pax_mpmd] Building the %s step.', 'eval' if is_eval else 'train')
+    batch_size = jax.tree_util.tree_leaves(inputs_shape_dtype)[0].shape[0]
+    step = self._build_step(
+        self.traceable_step(step_fn, is_eval), donate_argnums=() if is_eval else (0,)
+    )
+    del batch_size
+    specs = trainer_lib.get_input_partition_specs(self._mesh_names, inputs_shape_dtype)
+
+    def partitioned(state, prng_key, inputs, static_args=None):
+      size = static_args.unpadded_global_batch_size if static_args else None
+      inputs = jax.tree_util.tree_map(lambda x: np.asarray(x)[:size], inputs)
+      return step(state, np.asarray(prng_key), inputs)
+
+    return partitioned, specs

@@ -1,0 +1,102 @@
+"""Pax's train and eval steps over microbatches: functions of whole batches for `mpmd_jit`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+import jax
+from jax import numpy as jnp
+from pax_mpmd.compile import marks
+from pax_mpmd.pax import layer
+from pax_mpmd.pax import loss as loss_lib
+from pax_mpmd.pax import microbatches
+from paxml import trainer_lib
+
+__all__ = ['make_eval_step', 'make_train_step']
+
+StepFn = Callable[[Any, Any, Any], tuple[Any, trainer_lib.StepFnOutput]]
+
+
+def make_train_step(
+    task: Any, microbatching: microbatches.Microbatching, var_weight_hparams: Any
+) -> StepFn:
+  """Pax's train step with its gradients taken microbatch by microbatch.
+
+  Args:
+    task: the instantiated Pax task.
+    microbatching: how a batch is split.
+    var_weight_hparams: Praxis' metadata of the model's variables.
+
+  Returns:
+    A traceable function (state, prng_key, inputs) -> (new state, StepFnOutput), inputs `[B, ...]`.
+  """
+  grad_fn = loss_lib.make_grad_fn(
+      microbatching, var_weight_hparams, task.loss_aggregator_inst.loss_key
+  )
+
+  def train_step(state, prng_key, inputs):
+    return trainer_lib.train_step_single_learner(
+        task,
+        state,
+        prng_key,
+        inputs,
+        task.model.fprop_dtype,
+        var_weight_hparams,
+        grad_fn=grad_fn,
+    )
+
+  return train_step
+
+
+def make_eval_step(
+    task: Any, microbatching: microbatches.Microbatching, var_weight_hparams: Any
+) -> StepFn:
+  """Pax's eval step, forward only, microbatch by microbatch. As `make_train_step`."""
+
+  def eval_step(state, prng_key, inputs):
+    batch_size = jax.tree_util.tree_leaves(inputs)[0].shape[0]
+    m = microbatching.count(batch_size)
+    rules = loss_lib.ScalarRules(task.loss_aggregator_inst.loss_key)
+    batch = dict(
+        inputs=microbatches.split_batch(inputs, m), prng_key=jax.random.split(prng_key, m)
+    )
+    sums, per_example_out = marks.accumulate_grads(
+        functools.partial(_eval_microbatch, task, state, var_weight_hparams, rules), batch
+    )
+    output = trainer_lib.StepFnOutput(
+        loss=loss_lib.safe_divide(sums['main'], sums['weight']) + sums['aux_loss'] / m,
+        weighted_scalars=rules.combine(sums['scalars'], m),
+        per_example_out=microbatches.merge_microbatches(per_example_out),
+        summary_tensors=loss_lib.mean_summaries(sums['summaries'], m),
+        clu_metrics={},
+    )
+    return None, output
+
+  return eval_step
+
+
+def _eval_microbatch(task, state, var_weight_hparams, rules, microbatch):
+  with layer.collect_aux_losses() as aux_losses:
+    _, out = trainer_lib.eval_step_single_learner(
+        task,
+        state,
+        microbatch['prng_key'],
+        microbatch['inputs'],
+        task.model.fprop_dtype,
+        var_weight_hparams,
+    )
+  loss_lib.check_no_clu_metrics(out.clu_metrics)
+  loss_weight = out.weighted_scalars[rules.loss_key][1] if rules.loss_key else None
+  loss_lib.check_loss_weight(loss_weight)
+  rules.note_loss_weight(out.weighted_scalars)
+  weight = jnp.asarray(loss_weight, out.loss.dtype)
+  aux_loss = sum(aux_losses, jnp.zeros((), out.loss.dtype))
+  sums = dict(
+      main=loss_lib.weighted(out.loss - aux_loss, weight),
+      aux_loss=aux_loss,
+      weight=weight,
+      scalars=rules.sums_of(out.weighted_scalars, weight, aux_loss),
+      summaries=loss_lib.numeric_summaries(out.summary_tensors),
+  )
+  return sums, out.per_example_out
