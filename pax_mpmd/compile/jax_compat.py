@@ -5,6 +5,7 @@ What differs between JAX 0.4.26 and newer versions is settled here; the passes s
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Sequence
 
 import jax
@@ -172,3 +173,30 @@ def is_float0(aval: Any) -> bool:
 def zero_like_tangent(primal: Any) -> Any:
   """The symbolic zero tangent of a primal value."""
   return Zero.from_primal_value(primal) if hasattr(Zero, 'from_primal_value') else Zero.from_value(primal)
+
+
+broadcast_in_dim_p = jax.lax.broadcast_in_dim_p
+
+
+@functools.lru_cache(maxsize=None)
+def _scalar_broadcast_params() -> dict[str, Any]:
+  closed = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, (2,), ()))(0.0)
+  return closed.jaxpr.eqns[0].params
+
+
+def broadcast_params(shape: tuple[int, ...]) -> dict[str, Any]:
+  """Parameters of `broadcast_in_dim` from a scalar; they differ between JAX versions."""
+  return dict(_scalar_broadcast_params(), shape=tuple(shape))
+
+
+def primitive_named(name: str) -> Any:
+  """The two-operand primitive of that name, among those that combine partial reductions."""
+  by_name = {
+      'add': jax.lax.add_p,
+      'max': jax.lax.max_p,
+      'min': jax.lax.min_p,
+      'mul': jax.lax.mul_p,
+      'and': jax.lax.and_p,
+      'or': jax.lax.or_p,
+  }
+  return by_name[name]

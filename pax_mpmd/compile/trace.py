@@ -1,0 +1,208 @@
+"""Step function -> one flat jaxpr with exactly one `accumulate_grads` equation.
+
+In: the user's step and the avals of its flat arguments.
+Out: a `TracedStep`.
+Holds: nested calls are inlined (also in the loop's body), sharding constraints are gone (a program
+runs on one device), every variable is bound once, nothing dead is left, and marks stand only where
+they can be cut: `accumulate_grads` in the step itself, `pipeline_yield` in the loop's body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Sequence
+
+import jax
+
+from pax_mpmd.compile import jax_compat as jc
+from pax_mpmd.errors import PartitionError
+
+# Calls whose body may stand in their place. After differentiation the custom rules have done
+# their work, so what is left of them is a plain call.
+_CALLS = {
+    'pjit': 'jaxpr',
+    'jit': 'jaxpr',
+    'closed_call': 'call_jaxpr',
+    'core_call': 'call_jaxpr',
+    'core_closed_call': 'call_jaxpr',
+    'custom_jvp_call': 'call_jaxpr',
+    'custom_vjp_call': 'call_jaxpr',
+    'custom_vjp_call_jaxpr': 'fun_jaxpr',
+}
+_IDENTITIES = frozenset({'sharding_constraint', 'name'})
+_MARKS = frozenset({'pipeline_yield', 'accumulate_grads'})
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+  """A traced step: `jaxpr.constvars` go with `consts`, `jaxpr.invars` with the flat arguments."""
+
+  jaxpr: Any
+  consts: tuple[Any, ...]
+  out_tree: Any
+
+
+def loop_of(jaxpr: Any) -> Any:
+  """The step's `accumulate_grads` equation."""
+  (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == 'accumulate_grads']
+  return eqn
+
+
+def trace_step(step: Callable[..., Any], in_tree: Any, avals: Sequence[Any]) -> TracedStep:
+  """Traces `step`, called with the arguments that `in_tree` and the flat `avals` describe.
+
+  Raises:
+    PartitionError: the step has no `accumulate_grads`, several, or one inside a loop or branch;
+      or a `pipeline_yield` stands where it can't be cut.
+  """
+  out_tree: list[Any] = []
+
+  def flat_step(*flat):
+    args, kwargs = jax.tree_util.tree_unflatten(in_tree, flat)
+    leaves, tree = jax.tree_util.tree_flatten(step(*args, **kwargs))
+    out_tree.append(tree)
+    return leaves
+
+  closed = jc.trace(flat_step, avals)
+  inliner = _Inliner(inside=None)
+  jaxpr = inliner.closed(closed)
+  jaxpr, _ = jc.dce(jaxpr, [True] * len(jaxpr.outvars))
+  _check_marks(jaxpr)
+  consts = dict(zip(inliner.constvars, inliner.consts))
+  jaxpr, consts = _drop_unused_consts(jaxpr, consts)
+  return TracedStep(jaxpr, tuple(consts), out_tree[-1])
+
+
+def _check_marks(jaxpr: Any) -> None:
+  loops = [e for e in jaxpr.eqns if e.primitive.name == 'accumulate_grads']
+  if len(loops) != 1:
+    where = ''.join(f'\n  {jc.source_of(e)}' for e in loops)
+    raise PartitionError(
+        f'The step has {len(loops)} accumulate_grads loops that its results depend on; mpmd_jit'
+        f' needs exactly one.{where or " Wrap the microbatch loop in accumulate_grads(fn, batch)."}'
+    )
+  stray = [e for e in jaxpr.eqns if e.primitive.name == 'pipeline_yield']
+  if stray:
+    raise PartitionError(
+        'pipeline_yield is called outside the microbatch loop, at'
+        f' {jc.source_of(stray[0])}. Call it in the function given to accumulate_grads.'
+    )
+
+
+def _drop_unused_consts(jaxpr: Any, consts: dict[Any, Any]) -> tuple[Any, list[Any]]:
+  used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, jc.Var)}
+  used.update(v for v in jaxpr.outvars if isinstance(v, jc.Var))
+  kept = [v for v in consts if v in used]
+  new = jc.new_jaxpr(kept, jaxpr.invars, jaxpr.outvars, jaxpr.eqns)
+  return new, [consts[v] for v in kept]
+
+
+class _Inliner:
+  """Copies jaxprs with fresh variables, nested calls put in place.
+
+  `constvars` and `consts` collect the constants of all inlined jaxprs, which become the outermost
+  jaxpr's. `inside` names the equation whose body this is, None for the step and the loop's body.
+  """
+
+  def __init__(self, inside: Any | None):
+    self.inside = inside
+    self.constvars: list[Any] = []
+    self.consts: list[Any] = []
+    self._by_identity: dict[int, Any] = {}
+
+  def closed(self, closed: Any) -> Any:
+    """The inlined jaxpr of a ClosedJaxpr."""
+    invars = [jc.new_var(v.aval) for v in closed.jaxpr.invars]
+    eqns: list[Any] = []
+    outs = self.into(eqns, closed.jaxpr, self._const_vars(closed), invars)
+    return jc.new_jaxpr((), invars, outs, eqns)
+
+  def _const_vars(self, closed: Any) -> list[Any]:
+    return self._known_consts(closed.jaxpr.constvars, closed.consts)
+
+  def _known_consts(self, constvars: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
+    """This inliner's variables for `consts`; one for each array, however often it is met."""
+    out = []
+    for var, const in zip(constvars, consts):
+      known = self._by_identity.get(id(const))
+      if known is None:
+        known = jc.new_var(var.aval)
+        self._by_identity[id(const)] = known
+        self.constvars.append(known)
+        self.consts.append(const)
+      out.append(known)
+    return out
+
+  def into(self, eqns: list[Any], jaxpr: Any, consts: Sequence, args: Sequence) -> list[Any]:
+    """Appends `jaxpr`'s equations, applied to `args`, to `eqns`; returns its results."""
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+
+    def read(atom):
+      return atom if isinstance(atom, jc.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+      name = eqn.primitive.name
+      invars = [read(v) for v in eqn.invars]
+      if name in _IDENTITIES:
+        env.update(zip(eqn.outvars, invars))
+        continue
+      if name in _CALLS:
+        inner = eqn.params[_CALLS[name]]
+        closed = inner if hasattr(inner, 'consts') else jc.ClosedJaxpr(inner, ())
+        outs = self.into(eqns, closed.jaxpr, self._const_vars(closed), invars)
+        env.update(zip(eqn.outvars, outs))
+        continue
+      if self.inside is not None and name in _MARKS:
+        raise PartitionError(
+            f'{name} is called inside {self.inside.primitive.name}, at {jc.source_of(eqn)}'
+            f' ({self.inside.primitive.name} at {jc.source_of(self.inside)}). The step is cut at'
+            ' its marks, so they must stand outside of loops, branches and checkpoints: apply'
+            ' those to the single stages.'
+        )
+      params = {k: self._param(eqn, v) for k, v in eqn.params.items()}
+      if name == 'accumulate_grads':
+        params, invars = _hoist_loop_consts(params, invars)
+      outvars = []
+      for v in eqn.outvars:
+        fresh = v if jc.is_drop(v) else jc.new_var(v.aval)
+        outvars.append(fresh)
+        env[v] = fresh
+      eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+    return [read(v) for v in jaxpr.outvars]
+
+  def _param(self, eqn: Any, value: Any) -> Any:
+    """A parameter of `eqn` with the jaxprs inside it inlined."""
+    if type(value) in (tuple, list):  # not a named tuple
+      return type(value)(self._param(eqn, v) for v in value)
+    is_loop = eqn.primitive.name == 'accumulate_grads'
+    if isinstance(value, jc.ClosedJaxpr):
+      inner = _Inliner(inside=None if is_loop else eqn)
+      jaxpr = inner.closed(value)
+      if is_loop:
+        # Constants go in front; _hoist_loop_consts makes operands of them.
+        jaxpr = jc.new_jaxpr((), [*inner.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
+        return _WithConsts(jaxpr, tuple(self._known_consts(inner.constvars, inner.consts)))
+      jaxpr = jc.new_jaxpr(inner.constvars, jaxpr.invars, jaxpr.outvars, jaxpr.eqns)
+      return jc.ClosedJaxpr(jaxpr, inner.consts)
+    if isinstance(value, jc.Jaxpr) and not value.constvars:
+      inner = _Inliner(inside=eqn)
+      jaxpr = inner.closed(jc.ClosedJaxpr(value, ()))
+      # An open jaxpr can't hold constants; keep the original where inlining found some.
+      return value if inner.consts else jaxpr
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithConsts:
+  """A loop body whose first arguments are the given outer constants."""
+
+  jaxpr: Any
+  consts: tuple[Any, ...]
+
+
+def _hoist_loop_consts(params: dict[str, Any], invars: list[Any]) -> tuple[dict, list[Any]]:
+  body = params['jaxpr']
+  params = dict(params)
+  params['jaxpr'] = jc.ClosedJaxpr(body.jaxpr, ())
+  params['num_consts'] = params['num_consts'] + len(body.consts)
+  return params, [*body.consts, *invars]
