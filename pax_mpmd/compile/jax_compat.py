@@ -200,3 +200,11 @@ def primitive_named(name: str) -> Any:
       'or': jax.lax.or_p,
   }
   return by_name[name]
+
+
+def physical_dtype(aval: Any) -> Any:
+  """The dtype that is stored: that of the base array for typed random keys."""
+  try:
+    return _src_core.physical_aval(aval).dtype
+  except (AttributeError, TypeError):
+    return aval.dtype
