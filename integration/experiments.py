@@ -1,0 +1,56 @@
+"""Small pipelined experiments for the tests that compare runs with Pax's own SPMD pipelining."""
+
+from __future__ import annotations
+
+from paxml import experiment_registry
+from praxis import base_input
+from praxis import pax_fiddle
+
+from configs import stdlib_lm
+
+
+@experiment_registry.register
+class TinyPipelined(stdlib_lm.StdlibLm):
+  """10 steps of a narrow model on 16 packed rows, 4 stages of 2 layers, 8 microbatches.
+
+  Adam, a tied embedding and a gradient norm that is clipped in every step; no evaluation; all
+  summaries of each step; one checkpoint, after the last step.
+  """
+
+  MODEL_DIMS = 32
+  HIDDEN_DIMS = MODEL_DIMS * 4
+  DIMS_PER_HEAD = 8
+  MAX_SEQ_LEN = 32
+  PERCORE_BATCH_SIZE = 4
+
+  TRAIN_STEPS = 10
+  WARMUP_STEPS = 2
+  CLIP_GRADIENT_NORM_TO_VALUE = 0.5
+
+  SUMMARY_INTERVAL_STEPS = 1
+  CHECKPOINT_EVERY_N_STEPS = 10
+  EVAL_INTERVAL_STEPS = 10
+
+  def datasets(self) -> list[pax_fiddle.Config[base_input.BaseInput]]:
+    """Returns the training input alone."""
+    return [self._dataset_common(is_training=True)]
+
+
+@experiment_registry.register
+class TinyCircular(TinyPipelined):
+  """The same layers as 8 stages of one layer, two stages a device."""
+
+  CIRCULAR_REPEAT = 2
+
+
+@experiment_registry.register
+class TinyEvaluated(TinyPipelined):
+  """Evaluates two batches of the test split after steps 5 and 10, and saves there too."""
+
+  EVAL_BATCHES = 2
+  EVAL_INTERVAL_STEPS = 5
+  CHECKPOINT_EVERY_N_STEPS = 5
+
+  def datasets(self) -> list[pax_fiddle.Config[base_input.BaseInput]]:
+    """Returns the inputs for training and for evaluation during training."""
+    return [self._dataset_common(is_training=True), self._dataset_common(is_training=False)]
