@@ -9,7 +9,7 @@ that donates it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Mapping, Union
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Free:
   slots: tuple[Slot, ...]
 
 
-Instruction = Union[Run, Send, Recv, Free]
+Instruction = Run | Send | Recv | Free
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Sequence
+from collections.abc import Sequence
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.task import Task

@@ -20,6 +20,7 @@ class GPipe(Schedule):
   """
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
+    """For each actor, its tasks in the order it runs them; see `Schedule.tasks`."""
     return tuple(
         tuple(Task(s, Phase.F, m) for m in range(num_microbatches) for s in stages)
         + tuple(Task(s, Phase.B, m) for m in range(num_microbatches) for s in reversed(stages))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from typing import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pax_mpmd.schedules.task import Phase, Task
 
@@ -41,7 +41,7 @@ def dependencies(task: Task, phases: Sequence[frozenset[Phase]]) -> tuple[Task, 
   if s + 1 < len(phases):
     for phase in (Phase.B, Phase.I):
       if phase in phases[s + 1]:
-        return needed + (Task(s + 1, phase, m),)
+        return (*needed, Task(s + 1, phase, m))
   return needed
 
 

@@ -33,9 +33,11 @@ class InterleavedOneFOneB(Schedule):
       )
 
   def placement(self) -> tuple[int, ...]:
+    """The actor of each stage."""
     return tuple(s % self.num_actors for s in range(self.num_stages))
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
+    """For each actor, its tasks in the order it runs them; see `Schedule.tasks`."""
     num_actors = self.num_actors
     num_rounds = self.num_stages // num_actors
     padded = -(-num_microbatches // num_actors) * num_actors

@@ -16,7 +16,7 @@ def alternate(
   """`warmup` forwards, then one forward and one backward in turn, then the other backwards."""
   warmup = min(warmup, len(forwards))
   groups = forwards[:warmup]
-  for forward, backward in zip(forwards[warmup:], backwards):
+  for forward, backward in zip(forwards[warmup:], backwards, strict=False):
     groups += [forward, backward]
   groups += backwards[len(forwards) - warmup :]
   return tuple(task for group in groups for task in group)
@@ -32,6 +32,7 @@ class OneFOneB(Schedule):
   """
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
+    """For each actor, its tasks in the order it runs them; see `Schedule.tasks`."""
     rows = []
     for actor in range(self.num_actors):
       stages = self.stages_of(actor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Mapping, Sequence, Union
+from collections.abc import Mapping, Sequence
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule
@@ -12,9 +12,9 @@ from pax_mpmd.schedules.graph import phases_of_stages, play
 from pax_mpmd.schedules.task import Phase, Task
 from pax_mpmd.schedules.validate import checked_tasks
 
-__all__ = ['Costs', 'Simulation', 'UNIT_COSTS', 'cost_function', 'simulate']
+__all__ = ['UNIT_COSTS', 'Costs', 'Simulation', 'cost_function', 'simulate']
 
-Costs = Mapping[Union[Phase, tuple[int, Phase]], float]
+Costs = Mapping[Phase | tuple[int, Phase], float]
 
 UNIT_COSTS: Costs = {Phase.F: 1, Phase.B: 2, Phase.I: 1, Phase.W: 1}
 

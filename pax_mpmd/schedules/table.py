@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import io
 import os
-from typing import Sequence, Union
+from collections.abc import Sequence
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule
@@ -15,7 +15,7 @@ from pax_mpmd.schedules.task import Task
 
 __all__ = ['FromTable', 'to_csv']
 
-_Rows = Sequence[Sequence[Union[Task, str, None]]]
+_Rows = Sequence[Sequence[Task | str | None]]
 _BLANKS = {'', IDLE, '-'}
 
 
@@ -39,7 +39,7 @@ class FromTable(Schedule):
     lists: for each actor, its tasks in order (made from `table`).
   """
 
-  table: Union[str, os.PathLike, _Rows] = dataclasses.field(compare=False)
+  table: str | os.PathLike | _Rows = dataclasses.field(compare=False)
   rows_are: str | None = dataclasses.field(default=None, compare=False)
   num_stages: int | None = dataclasses.field(default=None, kw_only=True)
   num_actors: int | None = dataclasses.field(default=None, kw_only=True)
@@ -74,6 +74,7 @@ class FromTable(Schedule):
     super().__post_init__()
 
   def placement(self) -> tuple[int, ...]:
+    """The actor of each stage."""
     actor_of: dict[int, int] = {}
     for actor, tasks in enumerate(self.lists):
       for task in tasks:
@@ -92,6 +93,7 @@ class FromTable(Schedule):
     return tuple(actor_of[s] for s in range(self.num_stages))
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
+    """For each actor, its tasks in the order it runs them; see `Schedule.tasks`."""
     made_for = 1 + max(task.microbatch for tasks in self.lists for task in tasks)
     if made_for != num_microbatches:
       raise errors.ScheduleError(

@@ -13,7 +13,8 @@ A schedule is valid for M microbatches when
 from __future__ import annotations
 
 import operator
-from typing import Iterable, NoReturn, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule
