@@ -1,0 +1,68 @@
+"""What the interpreter needs from a channel, whatever carries it.
+
+A channel goes from one actor to one other and keeps order. Both ends know from the plan what
+comes next, so a message carries its label and sizes only to find our own faults.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, Sequence
+
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.runtime import xla
+
+__all__ = ['ChannelClosed', 'Incoming', 'Outgoing', 'Ticket', 'Transport']
+
+
+class ChannelClosed(Exception):
+  """The other end is gone. `peer` is its actor."""
+
+  def __init__(self, peer: int, message: str):
+    super().__init__(message)
+    self.peer = peer
+
+  def __reduce__(self):
+    return (ChannelClosed, (self.peer, str(self)))
+
+
+class Ticket(Protocol):
+  """A message on its way."""
+
+  def wait(self) -> object:
+    """Sender: returns once the sent arrays are no longer read. Receiver: returns the arrays.
+
+    Raises:
+      ChannelClosed: the other end is gone.
+    """
+
+
+class Outgoing(Protocol):
+  """The sending end."""
+
+  def send(self, arrays: Sequence[xla.Array], label: str) -> Ticket | None:
+    """Sends device arrays as one message; None if they are no longer read on return."""
+
+  def check(self) -> None:
+    """Raises what went wrong in the background, if anything did."""
+
+
+class Incoming(Protocol):
+  """The receiving end. `strict`: a Recv waits at its place instead of at its first reader."""
+
+  strict: bool
+
+  def post(self, avals: Sequence[Aval], label: str) -> Ticket:
+    """Asks for the next message; tickets may be waited for in any order, each once."""
+
+
+class Transport(Protocol):
+  """An actor's access to the others."""
+
+  def outgoing(self, dst: int, largest_message: int) -> Outgoing:
+    """The channel to `dst`, opened at the first call. `largest_message` is in bytes."""
+
+  def incoming(self, src: int) -> Incoming:
+    """The channel from `src`; waits until it is open."""
+
+  def close(self) -> None:
+    """Closes every channel, which ends whoever waits at the other ends."""

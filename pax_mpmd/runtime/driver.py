@@ -1,0 +1,399 @@
+"""The driver's half that both runtimes share: messages, buffer ids, one error for all."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import concurrent.futures
+import itertools
+import threading
+from typing import Any, Callable, Iterator, Sequence
+
+import numpy as np
+
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.errors import ActorError, ConfigError, MpmdError
+from pax_mpmd.plan.instructions import Plan
+from pax_mpmd.runtime import interpreter, xla
+from pax_mpmd.runtime.buffers import Buffer
+from pax_mpmd.runtime.failure import Failure, FailureKind, primary
+
+__all__ = ['Driver']
+
+Future = concurrent.futures.Future
+
+# Arrays travel between driver and actors in messages of at most about this size, so that no
+# message needs more memory on the way (Ray's object store) than that.
+_MESSAGE_BYTES = 16 << 20
+# How long to wait, after a report, for one nearer to the cause.
+_GRACE_S = {
+    FailureKind.EXCEPTION: 0.0,
+    FailureKind.DEATH: 0.3,
+    FailureKind.STUCK: 0.0,
+    FailureKind.LOST_PEER: 3.0,
+}
+_PROGRESS_INTERVAL_S = 0.25
+
+
+class _LoadedPlan:
+  """What the driver remembers about a plan."""
+
+  def __init__(self, plan: Plan):
+    self.plan = plan
+    self.num_steps_done = 0
+    self.donated = [
+        interpreter.donated_inputs(actor, plan.executables) for actor in plan.actors
+    ]
+
+
+class Driver(abc.ABC):
+  """Base of LocalRuntime and RayRuntime; see `base.Runtime` for the public methods."""
+
+  def __init__(self, max_steps_in_flight: int):
+    if max_steps_in_flight < 1:
+      raise ConfigError(f'max_steps_in_flight must be at least 1, got {max_steps_in_flight}.')
+    self._max_steps_in_flight = max_steps_in_flight
+    self._num_actors = 0
+    self._closed = False
+    self._error: ActorError | None = None
+    # _lock: order of messages. _state_lock: calls, reports, the verdict; never held while waiting.
+    self._lock = threading.RLock()
+    self._state_lock = threading.Lock()
+    self._calls: dict[Future, str] = {}
+    self._failures: list[Failure] = []
+    self._decision: threading.Timer | None = None
+    self._next_message: list[int] = []
+    self._freed: list[collections.deque[int]] = []
+    self._sent_executables: list[set[str]] = []
+    self._plans: dict[int, _LoadedPlan] = {}
+    self._handles = itertools.count()
+    self._next_buffer = 0
+    self._num_steps = 0
+    self._in_flight: collections.deque[tuple[int, list[Future]]] = collections.deque()
+
+  # What a runtime supplies.
+
+  @abc.abstractmethod
+  def _start(self, num_actors: int) -> None:
+    """Starts the actors and returns when each takes messages."""
+
+  @abc.abstractmethod
+  def _send(self, actor: int, message: tuple, done: Callable[[Any], None]) -> None:
+    """Hands `Actor.handle`'s arguments to an actor; `done` gets its result or a Failure."""
+
+  @abc.abstractmethod
+  def _compile_progress(self, actor: int) -> tuple[int, int]:
+    """(programs compiled, programs to compile) of the plan being loaded."""
+
+  @abc.abstractmethod
+  def _kill(self) -> None:
+    """Ends every actor at once; returns when they are gone."""
+
+  def _last_known(self, actor: int) -> dict[str, Any]:
+    """Failure fields that say where an actor was when last heard of."""
+    return {}
+
+  # The public methods.
+
+  @property
+  def num_actors(self) -> int:
+    return self._num_actors
+
+  def start(self, num_actors: int) -> None:
+    with self._lock:
+      self._check_usable()
+      if self._num_actors == num_actors:
+        return
+      if self._num_actors:
+        raise ConfigError(
+            f'This runtime already runs {self._num_actors} actors, and {num_actors} are asked '
+            'for. Steps that share a runtime need schedules with the same num_actors; else give '
+            'each its own runtime.'
+        )
+      if num_actors < 1:
+        raise ConfigError(f'num_actors must be at least 1, got {num_actors}.')
+      self._next_message = [0] * num_actors
+      self._freed = [collections.deque() for _ in range(num_actors)]
+      self._sent_executables = [set() for _ in range(num_actors)]
+      self._start(num_actors)
+      self._num_actors = num_actors
+
+  def load(self, plan: Plan, on_progress: Callable[[int, int], None] | None = None) -> int:
+    assert len(plan.actors) == self._num_actors, (len(plan.actors), self._num_actors)
+    with self._lock:
+      self._check_usable()
+      handle = next(self._handles)
+      self._plans[handle] = _LoadedPlan(plan)
+      futures = []
+      totals = []
+      for actor, actor_plan in enumerate(plan.actors):
+        executables = interpreter.actor_executables(plan, actor)
+        totals.append(len(executables))
+        new = {k: e for k, e in executables.items() if k not in self._sent_executables[actor]}
+        self._sent_executables[actor].update(new)
+        args = (handle, actor_plan, new, tuple(executables))
+        futures.append(self._call(actor, 'load', *args))
+      told = None
+      waiting = set(futures)
+      while waiting:
+        finished, waiting = concurrent.futures.wait(
+            waiting, _PROGRESS_INTERVAL_S, concurrent.futures.FIRST_COMPLETED
+        )
+        for future in finished:
+          future.result()
+        done = sum(
+            total if future.done() else min(total, self._compile_progress(actor)[0])
+            for actor, (future, total) in enumerate(zip(futures, totals))
+        )
+        if on_progress is not None and told != done:
+          on_progress(done, sum(totals))
+          told = done
+      return handle
+
+  def run(
+      self, handle: int, inputs: Sequence[Sequence[np.ndarray | Buffer]]
+  ) -> list[list[Buffer]]:
+    with self._lock:
+      self._check_usable()
+      self._throttle()
+      loaded = self._plans[handle]
+      step = self._num_steps
+      self._num_steps += 1
+      # Checked and packed for all actors before the first message: half a step can't be undone.
+      packed = [self._pack(a, loaded, values) for a, values in enumerate(inputs)]
+      assert len(packed) == self._num_actors, (len(packed), self._num_actors)
+      results, futures = [], []
+      for actor, (actor_plan, values) in enumerate(zip(loaded.plan.actors, packed)):
+        first = self._next_buffer
+        self._next_buffer += len(actor_plan.outputs)
+        future = self._call(actor, 'step', handle, step, values, first)
+        futures.append(future)
+        results.append([
+            self._buffer(actor, first + i, actor_plan.slots[slot], future)
+            for i, slot in enumerate(actor_plan.outputs)
+        ])
+      for actor, values in enumerate(inputs):
+        for position in loaded.donated[actor]:
+          if isinstance(values[position], Buffer):
+            values[position].consumed = True
+      self._in_flight.append((handle, futures))
+      return results
+
+  def put(self, actor: int, arrays: Sequence[np.ndarray]) -> list[Buffer]:
+    with self._lock:
+      self._check_usable()
+      values = [np.asarray(array) for array in arrays]
+      first = self._next_buffer
+      self._next_buffer += len(values)
+      avals = [Aval(value.shape, value.dtype.name) for value in values]
+      ready: dict[int, Future] = {}
+      previous: Future | None = None
+      for group in _groups([aval.nbytes for aval in avals]):
+        parts = [
+            (first + i, avals[i], start, _flat_bytes(values[i])[start:stop])
+            for i, start, stop in group
+        ]
+        if previous is not None:
+          previous.result()  # else a large state would pile up on the way
+        previous = self._call(actor, 'put', parts)
+        ready.update({i: previous for i, _, _ in group})
+      return [self._buffer(actor, first + i, aval, ready[i]) for i, aval in enumerate(avals)]
+
+  def fetch(self, buffers: Sequence[Buffer]) -> list[np.ndarray]:
+    self._check_readable(buffers)
+    results = [np.empty(b.aval.shape, xla.dtype_named(b.aval.dtype)) for b in buffers]
+    rounds: dict[int, Iterator] = {}
+    for actor in sorted({buffer.actor for buffer in buffers}):
+      mine = [i for i, buffer in enumerate(buffers) if buffer.actor == actor]
+      groups = _groups([buffers[i].aval.nbytes for i in mine])
+      rounds[actor] = iter([[(mine[k], a, b) for k, a, b in group] for group in groups])
+    while rounds:
+      waiting = []
+      with self._lock:
+        self._check_usable()
+        for actor, groups in list(rounds.items()):
+          group = next(groups, None)
+          if group is None:
+            del rounds[actor]
+            continue
+          ids = [(buffers[i].id, start, stop) for i, start, stop in group]
+          waiting.append((group, self._call(actor, 'fetch', ids)))
+      for group, future in waiting:
+        for (i, start, stop), data in zip(group, future.result()):
+          _flat_bytes(results[i])[start:stop] = data
+    return results
+
+  def wait(self, buffers: Sequence[Buffer]) -> None:
+    for future in dict.fromkeys(buffer.ready for buffer in buffers):
+      future.result()
+
+  def close(self) -> None:
+    with self._state_lock:
+      if self._closed:
+        return
+      self._closed = True
+    self._kill()
+    self._fail_calls(MpmdError('The runtime was closed while this was waiting for it.'))
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    self.close()
+
+  # Messages.
+
+  def _check_usable(self) -> None:
+    if self._error is not None:
+      raise self._error
+    if self._closed:
+      raise MpmdError('This runtime is closed; make a new one.')
+
+  def _check_readable(self, buffers: Sequence[Buffer]) -> None:
+    if any(buffer.consumed for buffer in buffers):
+      raise MpmdError(
+          'This array was donated to a step and its memory has been used for a result. Read it '
+          'before the step, use the result instead, or leave it out of donate_argnums.'
+      )
+
+  def _buffer(self, actor: int, buffer_id: int, aval: Aval, ready: Future) -> Buffer:
+    return Buffer(actor, buffer_id, aval, ready, self._freed[actor])
+
+  def _pack(self, actor: int, loaded: _LoadedPlan, values: Sequence) -> list[int | np.ndarray]:
+    plan = loaded.plan.actors[actor]
+    assert len(values) == len(plan.inputs), (actor, len(values), len(plan.inputs))
+    packed: list[int | np.ndarray] = []
+    for value, slot in zip(values, plan.inputs):
+      if isinstance(value, Buffer):
+        assert value.actor == actor, (value, actor)
+        self._check_readable([value])
+        assert value.aval == plan.slots[slot], (value, plan.slots[slot])
+        packed.append(value.id)
+      else:
+        value = np.asarray(value)
+        expected = plan.slots[slot]
+        assert (value.shape, value.dtype.name) == (expected.shape, expected.dtype), (
+            f'input for slot {slot} of actor {actor}: {value.dtype}{value.shape}, '
+            f'expected {expected}'
+        )
+        packed.append(value)
+    return packed
+
+  def _call(self, actor: int, method: str, *args: Any) -> Future:
+    """Sends one message. The future gives the result, or raises the run's one ActorError."""
+    future: Future = Future()
+    with self._state_lock:
+      if self._error is not None:
+        raise self._error
+      self._calls[future] = method
+    freed_ids = self._freed[actor]
+    freed = [freed_ids.popleft() for _ in range(len(freed_ids))]
+    number = self._next_message[actor]
+    self._next_message[actor] += 1
+
+    def done(result: Any) -> None:
+      if isinstance(result, Failure):
+        self._report(result)
+        return
+      with self._state_lock:
+        waiting = self._calls.pop(future, None) is not None
+      if waiting:
+        future.set_result(result)
+
+    self._send(actor, (number, freed, method, args), done)
+    return future
+
+  def _throttle(self) -> None:
+    """Forgets finished steps and waits while too many are under way."""
+    while self._in_flight:
+      handle, futures = self._in_flight[0]
+      if len(self._in_flight) < self._max_steps_in_flight and not all(f.done() for f in futures):
+        return
+      for future in futures:
+        future.result()
+      self._plans[handle].num_steps_done += 1
+      self._in_flight.popleft()
+
+  def _waiting_methods(self) -> set[str]:
+    with self._state_lock:
+      return set(self._calls.values())
+
+  # Failures.
+
+  def _report(self, failure: Failure) -> None:
+    """Takes a report; after a moment the one nearest to the cause becomes the error."""
+    with self._state_lock:
+      if self._closed or self._error is not None:
+        return
+      self._failures.append(failure)
+      grace = _GRACE_S[failure.kind]
+      if self._decision is not None:
+        if primary(self._failures) is not failure:
+          return
+        self._decision.cancel()
+      self._decision = threading.Timer(grace, self._decide)
+      self._decision.daemon = True
+      self._decision.start()
+
+  def _decide(self) -> None:
+    with self._state_lock:
+      if self._closed or self._error is not None:
+        return
+      chosen = self._complete(primary(self._failures))
+      error = chosen.to_error()
+      self._error = error
+    self._kill()
+    self._fail_calls(error)
+
+  def _complete(self, failure: Failure) -> Failure:
+    """Fills in where the failed actor was, from its last sign of life or from its peers."""
+    reports = self._failures
+    if failure.kind is FailureKind.LOST_PEER:
+      waiting = failure
+      failure = Failure(
+          FailureKind.DEATH,
+          failure.peer,
+          'the actor closed its channels, and nothing more is known.',
+          step=waiting.step,
+      )
+    if failure.kind is not FailureKind.DEATH:
+      return failure
+    fields = {**failure.__dict__, **self._last_known(failure.actor)}
+    for report in reports:
+      if report.peer == failure.actor and report.instruction is not None:
+        if fields['step'] is None:
+          fields['step'] = report.step
+        fields['message'] += f' Actor {report.actor} was at `{report.instruction}` then.'
+        break
+    return Failure(**fields)
+
+  def _fail_calls(self, error: Exception) -> None:
+    with self._state_lock:
+      calls = list(self._calls)
+      self._calls.clear()
+    for future in calls:
+      future.set_exception(error)
+
+
+def _flat_bytes(array: np.ndarray) -> np.ndarray:
+  """uint8[n]: the array's own memory if it is contiguous, else a copy's."""
+  return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _groups(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+  """Cuts arrays of these many bytes into messages: lists of (array, first byte, last byte + 1)."""
+  groups: list[list[tuple[int, int, int]]] = []
+  room = 0
+  for i, size in enumerate(sizes):
+    start = 0
+    while True:
+      if not groups or room <= 0:
+        groups.append([])
+        room = _MESSAGE_BYTES
+      stop = min(size, start + room)
+      groups[-1].append((i, start, stop))
+      room -= stop - start
+      start = stop
+      if start >= size:
+        break
+  return groups

@@ -1,0 +1,92 @@
+"""Compiling programs: once per device and key, several at a time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import threading
+from typing import Callable, Mapping, Sequence
+
+from pax_mpmd.compile.program import Executable
+from pax_mpmd.runtime import xla
+
+__all__ = ['CompiledProgram', 'ExecutableCache']
+
+
+class CompileError(RuntimeError):
+  """XLA refused a program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+  """A program ready to run on one device.
+
+  Attributes:
+    execute: all arguments (arrays on the device) -> all results.
+    donated: positions of arguments that are gone after a call.
+  """
+
+  execute: Callable[[Sequence[xla.Array]], list[xla.Array]]
+  donated: tuple[int, ...]
+
+
+class ExecutableCache:
+  """The compiled programs of one device. Thread-safe; equal keys are compiled once."""
+
+  def __init__(self, device: xla.Device, num_threads: int | None = None):
+    self.device = device
+    self._num_threads = num_threads or max(1, min(4, os.cpu_count() or 1))
+    self._lock = threading.Lock()
+    self._futures: dict[str, concurrent.futures.Future[CompiledProgram]] = {}
+
+  def compile_all(
+      self,
+      executables: Mapping[str, Executable],
+      on_progress: Callable[[int, int], None] | None = None,
+  ) -> dict[str, CompiledProgram]:
+    """Compiles what isn't compiled yet and returns a program for every key.
+
+    Args:
+      executables: the programs by key.
+      on_progress: called with (programs ready, programs asked for), from any thread.
+
+    Raises:
+      CompileError: XLA refused a program; its cause is XLA's own exception.
+    """
+    total = len(executables)
+    done = 0
+    with self._lock:
+      missing = [key for key in executables if key not in self._futures]
+      for key in missing:
+        self._futures[key] = concurrent.futures.Future()
+      futures = {key: self._futures[key] for key in executables}
+    pool = concurrent.futures.ThreadPoolExecutor(self._num_threads, 'mpmd-compile')
+    try:
+      for key in missing:
+        pool.submit(self._compile, executables[key], futures[key])
+      if on_progress is not None:
+        on_progress(0, total)
+      for future in concurrent.futures.as_completed(futures.values()):
+        future.result()
+        done += 1
+        if on_progress is not None:
+          on_progress(done, total)
+    finally:
+      pool.shutdown(wait=False, cancel_futures=True)
+    return {key: future.result() for key, future in futures.items()}
+
+  def _compile(self, executable: Executable, future: concurrent.futures.Future) -> None:
+    try:
+      loaded = xla.compile_module(executable.module, self.device)
+      future.set_result(CompiledProgram(xla.executor(loaded), executable.donated))
+    except Exception as error:  # handed to every waiter, the compile thread goes on
+      with self._lock:
+        self._futures.pop(executable.key, None)
+      wrapped = CompileError(
+          f'program {executable.key[:16]} ({len(executable.inputs)} arguments, '
+          f'{len(executable.outputs)} results, {len(executable.module)} bytes of StableHLO) '
+          f'does not compile: {error}'
+      )
+      wrapped.__cause__ = error
+      future.set_exception(wrapped)

@@ -1,0 +1,65 @@
+"""What went wrong on one actor, and which of several reports is the cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Iterable
+
+from pax_mpmd.errors import ActorError
+
+__all__ = ['Failure', 'FailureKind', 'StepFailed', 'primary']
+
+
+class FailureKind(enum.IntEnum):
+  """How an actor failed; the smaller, the nearer to the cause."""
+
+  EXCEPTION = 0  # an instruction raised
+  DEATH = 1  # the process is gone
+  STUCK = 2  # it doesn't answer, or nothing moves
+  LOST_PEER = 3  # it only saw another actor's end of a channel close
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+  """One actor's report. `peer` is who closed the channel, for LOST_PEER."""
+
+  kind: FailureKind
+  actor: int
+  message: str
+  step: int | None = None
+  stage: int | None = None
+  instruction: str | None = None
+  traceback: str | None = None
+  peer: int | None = None
+
+  def to_error(self) -> ActorError:
+    """The error a user sees."""
+    where = f'actor {self.actor}'
+    if self.stage is not None:
+      where += f', stage {self.stage}'
+    if self.step is not None:
+      where += f', step {self.step}'
+    if self.instruction is not None:
+      where += f', instruction `{self.instruction}`'
+    return ActorError(
+        f'{where}: {self.message} The run is over and all its actors are stopped; start again '
+        'from the last checkpoint.',
+        actor=self.actor,
+        stage=self.stage,
+        instruction=self.instruction,
+        remote_traceback=self.traceback,
+    )
+
+
+class StepFailed(Exception):
+  """Carries a Failure up from the interpreter."""
+
+  def __init__(self, failure: Failure):
+    super().__init__(failure.message)
+    self.failure = failure
+
+
+def primary(failures: Iterable[Failure]) -> Failure:
+  """The report nearest to the cause: the kind first, then who reported first."""
+  return min(failures, key=lambda failure: failure.kind)

@@ -1,0 +1,335 @@
+"""Runs one actor's instruction list.
+
+`prepare` turns an ActorPlan into a flat list of small callables once, when the plan is loaded;
+`PreparedPlan.run` walks it every step. What an instruction has to wait for is known from the
+list alone, so it is worked out in `prepare`: a Recv only posts the receive, and a wait stands in
+front of the first instruction that reads one of its slots; a Run that donates a slot which was
+sent before first waits until the channel no longer reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import time
+import traceback
+from typing import Any, Callable, Mapping, Sequence
+
+import numpy as np
+
+from pax_mpmd.compile.program import Executable
+from pax_mpmd.plan.instructions import ActorPlan, Free, Instruction, Plan, Recv, Run, Send
+from pax_mpmd.runtime import xla
+from pax_mpmd.runtime.channels import ChannelClosed, Transport
+from pax_mpmd.runtime.executables import CompiledProgram
+from pax_mpmd.runtime.failure import Failure, FailureKind, StepFailed
+
+__all__ = ['PreparedPlan', 'Progress', 'donated_inputs', 'instruction_text', 'prepare']
+
+
+def instruction_text(instruction: Instruction) -> str:
+  """One line for people."""
+  try:
+    from pax_mpmd.plan.text import format_instruction
+  except ImportError:
+    return repr(instruction)
+  return format_instruction(instruction)
+
+
+def donated_inputs(plan: ActorPlan, executables: Mapping[str, Executable]) -> tuple[int, ...]:
+  """Positions in `plan.inputs` whose arrays the step uses up."""
+  donated = {
+      instruction.inputs[position]
+      for instruction in plan.instructions
+      if isinstance(instruction, Run)
+      for position in executables[instruction.executable].donated
+  }
+  return tuple(i for i, slot in enumerate(plan.inputs) if slot in donated)
+
+
+class Progress:
+  """Where the interpreter is; written by it, read by other threads.
+
+  Attributes:
+    at: (step, instruction index or -1, since when by time.monotonic, what it waits for or ''),
+      replaced as a whole.
+    handle: which plan; None between steps.
+    longest: seconds of the longest instruction so far, waits for other actors not counted.
+    steps: number of steps finished.
+  """
+
+  def __init__(self):
+    self.at: tuple[int, int, float, str] = (-1, -1, time.monotonic(), '')
+    self.handle: int | None = None
+    self.longest = 0.0
+    self.steps = 0
+
+
+@dataclasses.dataclass
+class _Frame:
+  """The state of one step: values by slot, tickets by instruction index."""
+
+  slots: list[Any]
+  tickets: dict[int, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Op:
+  """One thing to do: which instruction it belongs to and, for a wait, what is waited for."""
+
+  index: int
+  do: Callable[[_Frame], None]
+  waits_for: str = ''
+
+
+def _getter(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+  """slots table -> the values of `slots`, in C where there is more than one."""
+  if not slots:
+    return lambda table: ()
+  if len(slots) == 1:
+    slot = slots[0]
+    return lambda table: (table[slot],)
+  return operator.itemgetter(*slots)
+
+
+def _run(run: Run, program: CompiledProgram, block: bool) -> Callable[[_Frame], None]:
+  read = _getter(run.inputs)
+  execute = program.execute
+  outputs = run.outputs
+  donated = tuple(run.inputs[position] for position in program.donated)
+
+  def do(frame: _Frame) -> None:
+    slots = frame.slots
+    results = execute(list(read(slots)))
+    for slot in donated:
+      slots[slot] = None
+    for slot, result in zip(outputs, results):
+      slots[slot] = result
+    if block and results:
+      xla.block(results[0])
+
+  return do
+
+
+def _send(index: int, send: Send, transport: Transport, largest: int, keep: bool):
+  channel = transport.outgoing(send.dst, largest)
+  read = _getter(send.slots)
+  label = send.label
+
+  def do(frame: _Frame) -> None:
+    ticket = channel.send(read(frame.slots), label)
+    if keep:
+      frame.tickets[index] = ticket
+
+  return do
+
+
+def _free(slots: tuple[int, ...]) -> Callable[[_Frame], None]:
+  def do(frame: _Frame) -> None:
+    for slot in slots:
+      frame.slots[slot] = None
+
+  return do
+
+
+def _wait_recv(index: int, slots: tuple[int, ...]) -> Callable[[_Frame], None]:
+  def do(frame: _Frame) -> None:
+    for slot, array in zip(slots, frame.tickets.pop(index).wait()):
+      frame.slots[slot] = array
+
+  return do
+
+
+def _wait_send(index: int) -> Callable[[_Frame], None]:
+  def do(frame: _Frame) -> None:
+    ticket = frame.tickets.pop(index)
+    if ticket is not None:
+      ticket.wait()
+
+  return do
+
+
+def _reads(instruction: Instruction) -> tuple[int, ...]:
+  if isinstance(instruction, Run):
+    return instruction.inputs
+  if isinstance(instruction, (Send, Free)):
+    # A Free counts: the message must be taken off the channel before its slot is forgotten.
+    return instruction.slots
+  return ()
+
+
+class PreparedPlan:
+  """An ActorPlan bound to a device, its compiled programs and its channels."""
+
+  def __init__(self, plan: ActorPlan, ops: tuple[_Op, ...], constants, donated: tuple[int, ...]):
+    self.plan = plan
+    self.donated_inputs = donated
+    self._ops = ops
+    self._constants = constants
+    self._take_outputs = _getter(plan.outputs)
+
+  def run(self, step: int, inputs: list[xla.Array], progress: Progress) -> list[xla.Array]:
+    """Runs the step.
+
+    Args:
+      step: its number, for messages.
+      inputs: device arrays, one for each of `plan.inputs`; the list is emptied, so that a Free
+        gives the memory back.
+      progress: kept up to date while running.
+
+    Returns:
+      Device arrays, one for each of `plan.outputs`.
+
+    Raises:
+      StepFailed: an instruction raised, or another actor is gone.
+    """
+    slots: list[Any] = [None] * len(self.plan.slots)
+    for slot, array in self._constants:
+      slots[slot] = array
+    for slot, array in zip(self.plan.inputs, inputs):
+      slots[slot] = array
+    inputs.clear()
+    frame = _Frame(slots, {})
+    now = time.monotonic
+    longest = progress.longest
+    index = -1
+    try:
+      for op in self._ops:
+        index = op.index
+        start = now()
+        progress.at = (step, index, start, op.waits_for)
+        op.do(frame)
+        if not op.waits_for:
+          took = now() - start
+          if took > longest:
+            longest = progress.longest = took
+      return list(self._take_outputs(slots))
+    except Exception as error:
+      raise StepFailed(self._failure(step, index, error)) from error
+
+  def instruction_at(self, index: int) -> Instruction | None:
+    instructions = self.plan.instructions
+    return instructions[index] if 0 <= index < len(instructions) else None
+
+  def describe(self, index: int) -> tuple[int | None, str | None]:
+    """The stage and the text of an instruction of the plan."""
+    instruction = self.instruction_at(index)
+    if instruction is None:
+      return None, None
+    return _stage_of(instruction), instruction_text(instruction)
+
+  def _failure(self, step: int, index: int, error: Exception) -> Failure:
+    stage, text = self.describe(index)
+    lost = isinstance(error, ChannelClosed)
+    return Failure(
+        kind=FailureKind.LOST_PEER if lost else FailureKind.EXCEPTION,
+        actor=self.plan.actor,
+        message=f'{error}.' if lost else f'{type(error).__name__}: {error}',
+        step=step,
+        stage=stage,
+        instruction=text,
+        traceback=''.join(traceback.format_exception(error)),
+        peer=error.peer if lost else None,
+    )
+
+
+def _stage_of(instruction: Instruction) -> int | None:
+  """A Run's own stage; for a Send or Recv the stage its label starts with, as in '2F0'."""
+  if isinstance(instruction, Run):
+    return instruction.stage
+  label = getattr(instruction, 'label', '')
+  digits = label[: len(label) - len(label.lstrip('0123456789'))]
+  return int(digits) if digits and label[len(digits) :][:1].isalpha() else None
+
+
+def largest_messages(plan: ActorPlan) -> dict[int, int]:
+  """Bytes of the largest message this actor sends, by receiving actor."""
+  largest: dict[int, int] = {}
+  for instruction in plan.instructions:
+    if isinstance(instruction, Send):
+      nbytes = sum(plan.slots[slot].nbytes for slot in instruction.slots)
+      largest[instruction.dst] = max(largest.get(instruction.dst, 0), nbytes)
+  return largest
+
+
+def prepare(
+    plan: ActorPlan,
+    executables: Mapping[str, Executable],
+    programs: Mapping[str, CompiledProgram],
+    transport: Transport,
+    device: xla.Device,
+) -> PreparedPlan:
+  """Binds a plan. Opens the channels it sends on first, then waits for those it receives on."""
+  largest = largest_messages(plan)
+  for dst in sorted(largest):
+    transport.outgoing(dst, largest[dst])
+  block = xla.is_cpu(device)
+  donated_ever = {
+      instruction.inputs[position]
+      for instruction in plan.instructions
+      if isinstance(instruction, Run)
+      for position in executables[instruction.executable].donated
+  }
+  ops: list[_Op] = []
+  recv_of: dict[int, int] = {}  # slot -> index of the Recv it waits for
+  send_of: dict[int, list[int]] = {}  # slot that will be donated -> Sends that may still read it
+
+  def wait_for_recv(at: int, recv_index: int) -> None:
+    recv = plan.instructions[recv_index]
+    for slot in recv.slots:
+      recv_of.pop(slot, None)
+    waits_for = f'{instruction_text(recv)}, asked of actor {recv.src}'
+    ops.append(_Op(at, _wait_recv(recv_index, recv.slots), waits_for))
+
+  for index, instruction in enumerate(plan.instructions):
+    for slot in _reads(instruction):
+      if slot in recv_of:
+        wait_for_recv(index, recv_of[slot])
+    if isinstance(instruction, Run):
+      for position in executables[instruction.executable].donated:
+        for sent in send_of.pop(instruction.inputs[position], ()):
+          text = f'{instruction_text(plan.instructions[sent])} to be taken'
+          ops.append(_Op(index, _wait_send(sent), text))
+          for others in send_of.values():
+            if sent in others:
+              others.remove(sent)
+      program = programs[instruction.executable]
+      ops.append(_Op(index, _run(instruction, program, block)))
+    elif isinstance(instruction, Send):
+      keep = [slot for slot in instruction.slots if slot in donated_ever]
+      for slot in keep:
+        send_of.setdefault(slot, []).append(index)
+      do = _send(index, instruction, transport, largest[instruction.dst], bool(keep))
+      # A Send over a channel without capacity is also a wait, for the peer's Recv.
+      ops.append(_Op(index, do, f'actor {instruction.dst} to take {instruction_text(instruction)}'))
+    elif isinstance(instruction, Recv):
+      channel = transport.incoming(instruction.src)
+      avals = tuple(plan.slots[slot] for slot in instruction.slots)
+      ops.append(_Op(index, _post(index, channel, avals, instruction.label)))
+      for slot in instruction.slots:
+        recv_of[slot] = index
+      if channel.strict or not instruction.slots:
+        wait_for_recv(index, index)
+    else:
+      ops.append(_Op(index, _free(instruction.slots)))
+  for recv_index in sorted(set(recv_of.values())):
+    wait_for_recv(recv_index, recv_index)
+  constants = tuple((slot, xla.to_device(np.asarray(a), device)) for slot, a in plan.constants)
+  return PreparedPlan(plan, tuple(ops), constants, donated_inputs(plan, executables))
+
+
+def _post(index: int, channel, avals, label: str) -> Callable[[_Frame], None]:
+  def do(frame: _Frame) -> None:
+    frame.tickets[index] = channel.post(avals, label)
+
+  return do
+
+
+def actor_executables(plan: Plan, actor: int) -> dict[str, Executable]:
+  """The programs one actor runs, by key."""
+  keys = dict.fromkeys(
+      instruction.executable
+      for instruction in plan.actors[actor].instructions
+      if isinstance(instruction, Run)
+  )
+  return {key: plan.executables[key] for key in keys}

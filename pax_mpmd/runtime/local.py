@@ -1,0 +1,107 @@
+"""LocalRuntime: the actors are threads of this process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from typing import Any, Callable, Sequence
+
+from pax_mpmd.errors import ConfigError
+from pax_mpmd.runtime import xla
+from pax_mpmd.runtime.actor import Actor
+from pax_mpmd.runtime.driver import Driver
+from pax_mpmd.runtime.executables import ExecutableCache
+from pax_mpmd.runtime.failure import Failure
+from pax_mpmd.runtime.local_channel import LocalHub, LocalTransport
+
+__all__ = ['LocalRuntime']
+
+
+class LocalRuntime(Driver):
+  """Runs the actors as threads on the devices of this process.
+
+  Args:
+    devices: one for each actor, taken again from the front where there are fewer; by default
+      `jax.local_devices()`.
+    channel_capacity: messages a channel holds before a Send waits; None: any number. 0 makes each
+      Send wait for its Recv, which shows whether a plan also runs on the poorest channels.
+    max_steps_in_flight: how many steps may be under way before `run` waits for the oldest.
+  """
+
+  def __init__(
+      self,
+      devices: Sequence[Any] | None = None,
+      channel_capacity: int | None = None,
+      max_steps_in_flight: int = 8,
+  ):
+    super().__init__(max_steps_in_flight)
+    if channel_capacity is not None and channel_capacity < 0:
+      raise ConfigError(
+          f'LocalRuntime.channel_capacity is {channel_capacity}; it must be None (any number of '
+          'messages) or at least 0.'
+      )
+    if devices is not None and not devices:
+      raise ConfigError('LocalRuntime.devices is empty; leave it None or name a device.')
+    self._devices = devices
+    self._channel_capacity = channel_capacity
+    self._actors: list[Actor] = []
+    self._queues: list[queue.SimpleQueue] = []
+    self._hub: LocalHub | None = None
+    self._finalizer: weakref.finalize | None = None
+
+  def _start(self, num_actors: int) -> None:
+    available = list(self._devices or xla.local_devices())
+    devices = [available[rank % len(available)] for rank in range(num_actors)]
+    # By identity: actors on one device share its compiled programs.
+    caches = {id(device): ExecutableCache(device) for device in devices}
+    self._hub = LocalHub(devices, self._channel_capacity)
+    for rank, device in enumerate(devices):
+      actor = Actor(rank, device, caches[id(device)], LocalTransport(self._hub, rank))
+      messages: queue.SimpleQueue = queue.SimpleQueue()
+      self._actors.append(actor)
+      self._queues.append(messages)
+      threading.Thread(
+          target=_work, args=(actor, messages, self._hub), name=f'mpmd-actor-{rank}', daemon=True
+      ).start()
+    self._finalizer = weakref.finalize(self, _stop, self._hub, self._queues)
+
+  def _send(self, actor: int, message: tuple, done: Callable[[Any], None]) -> None:
+    # The caller may change an array once `run` has returned, and the step may run later.
+    number, freed, method, args = message
+    if method == 'step':
+      handle, step, values, first = args
+      values = [value if isinstance(value, int) else value.copy() for value in values]
+      args = (handle, step, values, first)
+    elif method == 'put':
+      args = ([(i, aval, start, data.copy()) for i, aval, start, data in args[0]],)
+    self._queues[actor].put(((number, freed, method, args), done))
+
+  def _compile_progress(self, actor: int) -> tuple[int, int]:
+    return self._actors[actor].compiled
+
+  def _kill(self) -> None:
+    if self._finalizer is not None:
+      self._finalizer()
+
+
+def _work(actor: Actor, messages: queue.SimpleQueue, hub: LocalHub) -> None:
+  """An actor's thread. After a failure it takes no more messages."""
+  while True:
+    item = messages.get()
+    if item is None:
+      return
+    message, done = item
+    del item
+    result = actor.handle(*message)
+    done(result)
+    if isinstance(result, Failure):
+      hub.close()  # after the report, so that those this wakes report later
+      return
+    del message, result, done
+
+
+def _stop(hub: LocalHub, queues: Sequence[queue.SimpleQueue]) -> None:
+  hub.close()
+  for messages in queues:
+    messages.put(None)

@@ -1,0 +1,343 @@
+"""Channels between actors that are processes of one host.
+
+Each actor listens on an abstract UNIX socket (it has no file). Who sends to it connects, both
+prove that they know the run's secret, and the sender passes the memory of a ring. A message in the
+ring is a small header and the arrays' bytes one after the other: one copy from the sender's device
+buffer into the ring, one from there into memory of the receiver's own, which its device then uses.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+import zlib
+from typing import Sequence
+
+import numpy as np
+
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.runtime import xla
+from pax_mpmd.runtime.channels import ChannelClosed
+from pax_mpmd.runtime.shm_ring import RingClosed, RingReader, RingWriter, create_ring
+
+__all__ = ['ShmTransport']
+
+_HEADER = struct.Struct('<QIIQ')  # magic, sequence number, CRC of the label, bytes that follow
+_MAGIC = 0x70617873686D3031
+_PEERS = struct.Struct('<II')
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_MIN_RING = 1 << 20
+_MAX_RING = 128 << 20
+# A message up to this size is written by the interpreter's own thread where that can't wait:
+# waking another thread would cost more than the copy.
+_INLINE_BYTES = 512 << 10
+_HANDSHAKE_TIMEOUT_S = 60.0
+
+
+def _mac(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+  return hmac.new(secret, role + b''.join(parts), 'sha256').digest()
+
+
+def _recv_exact(sock: socket.socket, nbytes: int) -> bytes:
+  data = b''
+  while len(data) < nbytes:
+    more = sock.recv(nbytes - len(data))
+    if not more:
+      raise ConnectionError('closed during the handshake')
+    data += more
+  return data
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+  """The array's bytes as uint8[n]; no copy if it is contiguous. Works for bfloat16 too."""
+  return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+class _SendTicket:
+  """Done once the arrays have been copied into the ring."""
+
+  __slots__ = ('_lock', '_channel')
+
+  def __init__(self, channel: ShmOutgoing):
+    self._channel = channel
+    self._lock = threading.Lock()
+    self._lock.acquire()
+
+  def finish(self) -> None:
+    self._lock.release()
+
+  def wait(self) -> None:
+    self._lock.acquire()
+    self._lock.release()
+    self._channel.check()
+
+
+class ShmOutgoing:
+  """The sending end. `send` is called by one thread only."""
+
+  def __init__(self, ring: RingWriter, src: int, dst: int, inline: bool):
+    self._ring = ring
+    self._dst = dst
+    self._name = f'{src} -> {dst}'
+    self._inline = inline
+    self._sequence = 0
+    self._num_queued = 0  # written by the caller's thread
+    self._num_done = 0  # written by the sender thread
+    self._error: Exception | None = None
+    self._queue: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=self._work, name=f'mpmd-send-{dst}', daemon=True).start()
+
+  def send(self, arrays: Sequence[xla.Array], label: str) -> _SendTicket | None:
+    self.check()
+    # The sender thread is idle while nothing is queued, so the ring is the caller's then.
+    if self._inline and self._num_queued == self._num_done:
+      nbytes = sum(array.nbytes for array in arrays)
+      if nbytes <= _INLINE_BYTES and self._try_space() >= nbytes + _HEADER.size:
+        self._write(arrays, label)
+        self.check()
+        return None
+    ticket = _SendTicket(self)
+    self._num_queued += 1
+    self._queue.put((arrays, label, ticket))
+    return ticket
+
+  def check(self) -> None:
+    if self._error is not None:
+      if isinstance(self._error, RingClosed):
+        raise ChannelClosed(
+            self._dst, f'actor {self._dst} closed the channel {self._name} ({self._error})'
+        )
+      raise self._error
+
+  def close(self) -> None:
+    self._ring.shutdown()
+    self._queue.put(None)
+
+  def _try_space(self) -> int:
+    try:
+      return self._ring.space()
+    except RingClosed as error:
+      self._error = error
+      self.check()
+      raise
+
+  def _work(self) -> None:
+    while True:
+      item = self._queue.get()
+      if item is None:
+        return
+      arrays, label, ticket = item
+      del item
+      self._write(arrays, label)
+      del arrays  # else they would live until the next message
+      ticket.finish()
+      self._num_done += 1
+
+  def _write(self, arrays: Sequence[xla.Array], label: str) -> None:
+    if self._error is not None:
+      return
+    try:
+      parts = [_bytes_of(np.asarray(array)) for array in arrays]
+      nbytes = sum(part.size for part in parts)
+      header = _HEADER.pack(_MAGIC, self._sequence & 0xFFFFFFFF, zlib.crc32(label.encode()), nbytes)
+      self._sequence += 1
+      self._ring.write(np.frombuffer(header, np.uint8))
+      for part in parts:
+        self._ring.write(part)
+      self._ring.flush()
+    except Exception as error:  # handed to the caller's thread by check()
+      self._error = error
+
+
+class ShmIncoming:
+  """The receiving end. All methods are called by one thread only."""
+
+  strict = False
+
+  def __init__(self, ring: RingReader, src: int, dst: int, device: xla.Device):
+    self._ring = ring
+    self._src = src
+    self._name = f'{src} -> {dst}'
+    self._device = device
+    self._posted: dict[int, tuple[Sequence[Aval], str]] = {}
+    self._arrived: dict[int, list[xla.Array]] = {}
+    self._num_posted = 0
+    self._num_read = 0
+
+  def post(self, avals: Sequence[Aval], label: str) -> _RecvTicket:
+    number = self._num_posted
+    self._num_posted += 1
+    self._posted[number] = (avals, label)
+    return _RecvTicket(self, number)
+
+  def take(self, number: int) -> list[xla.Array]:
+    """The arrays of message `number`; reads those before it first."""
+    while number not in self._arrived:
+      self._arrived[self._num_read] = self._read(*self._posted.pop(self._num_read))
+      self._num_read += 1
+    return self._arrived.pop(number)
+
+  def close(self) -> None:
+    self._ring.shutdown()
+
+  def _read(self, avals: Sequence[Aval], label: str) -> list[xla.Array]:
+    try:
+      header = np.empty(_HEADER.size, np.uint8)
+      self._ring.read_into(header)
+      found = _HEADER.unpack(header.tobytes())
+      nbytes = sum(aval.nbytes for aval in avals)
+      expected = (_MAGIC, self._num_read & 0xFFFFFFFF, zlib.crc32(label.encode()), nbytes)
+      assert found == expected, (
+          f'channel {self._name}: message {found[1]} of {found[3]} bytes, expected message '
+          f'{expected[1]} ({label}) of {nbytes} bytes'
+      )
+      arrays = []
+      for aval in avals:
+        memory = xla.empty_aligned(aval.shape, xla.dtype_named(aval.dtype))
+        self._ring.read_into(_bytes_of(memory))
+        arrays.append(xla.adopt(memory, self._device))
+      return arrays
+    except RingClosed as error:
+      raise ChannelClosed(
+          self._src, f'actor {self._src} closed the channel {self._name} ({error})'
+      ) from error
+
+
+class _RecvTicket:
+  """A message asked for."""
+
+  __slots__ = ('_channel', '_number')
+
+  def __init__(self, channel: ShmIncoming, number: int):
+    self._channel = channel
+    self._number = number
+
+  def wait(self) -> list[xla.Array]:
+    return self._channel.take(self._number)
+
+
+class ShmTransport:
+  """One actor's channels to and from the others.
+
+  Args:
+    run_id: names the run's sockets; the same for all its actors, no two runs alike.
+    actor: this actor's rank.
+    secret: what only the run's own processes know.
+    device: where received arrays go.
+  """
+
+  def __init__(self, run_id: str, actor: int, secret: bytes, device: xla.Device):
+    self._run_id = run_id
+    self._actor = actor
+    self._secret = secret
+    self._device = device
+    self._condition = threading.Condition()
+    self._outgoing: dict[int, ShmOutgoing] = {}
+    self._incoming: dict[int, ShmIncoming] = {}
+    self._closed = False
+    self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    self._listener.bind(self._address(actor))
+    self._listener.listen(64)
+    threading.Thread(target=self._accept, name='mpmd-accept', daemon=True).start()
+
+  def _address(self, actor: int) -> str:
+    return f'\0pax-mpmd/{self._run_id}/{actor}'
+
+  def outgoing(self, dst: int, largest_message: int) -> ShmOutgoing:
+    if dst not in self._outgoing:
+      # Twice the largest: one message can be written while the one before is read. Larger ones,
+      # from plans loaded later, still go through, in parts.
+      ring_bytes = min(max(2 * largest_message + 4096, _MIN_RING), _MAX_RING)
+      ring_bytes = -(-ring_bytes // _page_bytes()) * _page_bytes()
+      try:
+        ring = self._connect(dst, ring_bytes)
+      except OSError as error:
+        raise ChannelClosed(dst, f'actor {dst} can not be reached: {error}') from error
+      inline = xla.is_cpu(self._device)
+      self._outgoing[dst] = ShmOutgoing(ring, self._actor, dst, inline)
+    return self._outgoing[dst]
+
+  def incoming(self, src: int) -> ShmIncoming:
+    deadline = time.monotonic() + _HANDSHAKE_TIMEOUT_S
+    with self._condition:
+      while src not in self._incoming:
+        if self._closed or not self._condition.wait(max(0.0, deadline - time.monotonic())):
+          raise ChannelClosed(src, f'actor {src} did not open its channel to {self._actor}')
+      return self._incoming[src]
+
+  def close(self) -> None:
+    with self._condition:
+      self._closed = True
+      channels = [*self._outgoing.values(), *self._incoming.values()]
+      self._condition.notify_all()
+    try:
+      self._listener.shutdown(socket.SHUT_RDWR)
+    except OSError:
+      pass
+    self._listener.close()
+    for channel in channels:
+      channel.close()
+
+  def _connect(self, dst: int, ring_bytes: int) -> RingWriter:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(_HANDSHAKE_TIMEOUT_S)
+    sock.connect(self._address(dst))
+    peers = _PEERS.pack(self._actor, dst)
+    theirs = _recv_exact(sock, _NONCE_BYTES)
+    mine = os.urandom(_NONCE_BYTES)
+    sock.sendall(peers + mine + _mac(self._secret, b'connect', peers, theirs, mine))
+    proof = _recv_exact(sock, _MAC_BYTES)
+    if not hmac.compare_digest(proof, _mac(self._secret, b'accept', peers, theirs, mine)):
+      raise ConnectionError('it does not know the secret of this run')
+    fd = create_ring(ring_bytes)
+    socket.send_fds(sock, [b'r'], [fd])
+    sock.settimeout(None)
+    return RingWriter(sock, fd)
+
+  def _accept(self) -> None:
+    while True:
+      try:
+        sock, _ = self._listener.accept()
+      except OSError:
+        return  # closed
+      # In a thread of its own: a stranger who connects and says nothing must not hold up others.
+      threading.Thread(target=self._welcome, args=(sock,), daemon=True).start()
+
+  def _welcome(self, sock: socket.socket) -> None:
+    try:
+      sock.settimeout(_HANDSHAKE_TIMEOUT_S)
+      mine = os.urandom(_NONCE_BYTES)
+      sock.sendall(mine)
+      peers = _recv_exact(sock, _PEERS.size)
+      src, dst = _PEERS.unpack(peers)
+      theirs = _recv_exact(sock, _NONCE_BYTES)
+      proof = _recv_exact(sock, _MAC_BYTES)
+      known = hmac.compare_digest(proof, _mac(self._secret, b'connect', peers, mine, theirs))
+      if not known or dst != self._actor:
+        raise ConnectionError('a stranger')
+      sock.sendall(_mac(self._secret, b'accept', peers, mine, theirs))
+      _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+      if len(fds) != 1:
+        raise ConnectionError('no ring came')
+      sock.settimeout(None)
+    except (OSError, struct.error):
+      sock.close()
+      return
+    channel = ShmIncoming(RingReader(sock, fds[0]), src, dst, self._device)
+    with self._condition:
+      self._incoming[src] = channel
+      closed = self._closed
+      self._condition.notify_all()
+    if closed:
+      channel.close()
+
+
+def _page_bytes() -> int:
+  """Bytes of a page."""
+  return os.sysconf('SC_PAGE_SIZE')

@@ -1,0 +1,114 @@
+"""The only file of the runtime that touches JAX's internals.
+
+Workers import it, so it needs jax and numpy and nothing else. It knows jax 0.4.26; where a newer
+JAX does a thing differently, both ways are tried here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import jax
+import numpy as np
+
+Device = Any
+Array = Any
+Loaded = Any
+
+# XLA's CPU client uses host memory in place, without a copy, if it is aligned to this.
+ALIGNMENT = 64
+
+
+def local_devices() -> list[Device]:
+  """The devices of this process; starts the backend."""
+  return list(jax.local_devices())
+
+
+def is_cpu(device: Device) -> bool:
+  return device.platform == 'cpu'
+
+
+def dtype_named(name: str) -> np.dtype:
+  """The numpy dtype of that name, with the ones (bfloat16, float8) that only ml_dtypes knows."""
+  try:
+    return np.dtype(name)
+  except TypeError:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+def compile_module(module: bytes, device: Device) -> Loaded:
+  """Compiles serialized StableHLO of a program for one device, to run on `device`.
+
+  Args:
+    module: MLIR bytecode, or a portable artifact of `jax.experimental.export`.
+    device: a device of this process.
+
+  Returns:
+    The loaded executable.
+  """
+  # These are the options jax.jit itself compiles with, so that results are equal to its.
+  from jax._src import compiler
+
+  options = compiler.get_compile_options(
+      num_replicas=1,
+      num_partitions=1,
+      device_assignment=np.array([[device.id]]),
+      use_spmd_partitioning=False,
+  )
+  client = device.client
+  if hasattr(client, 'compile_and_load'):  # newer JAX
+    from jax.extend import backend  # noqa: F401  (its presence comes with compile_and_load)
+    from jaxlib import _jax
+
+    return client.compile_and_load(module, _jax.DeviceList((device,)), options)
+  return client.compile(module, options)
+
+
+def executor(loaded: Loaded) -> Callable[[Sequence[Array]], list[Array]]:
+  """A function that runs the executable on arrays of its device: all arguments -> all results."""
+  if hasattr(loaded, 'execute'):
+    return loaded.execute
+
+  def execute(args: Sequence[Array]) -> list[Array]:
+    results = loaded.execute_sharded(args).disassemble_into_single_device_arrays()
+    return [result[0] for result in results]
+
+  return execute
+
+
+def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+  """Fresh host memory that a CPU device can use without copying it again."""
+  dtype = np.dtype(dtype)
+  nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+  raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+  offset = -raw.ctypes.data % ALIGNMENT
+  return raw[offset : offset + nbytes].view(dtype).reshape(shape)
+
+
+def adopt(array: np.ndarray, device: Device) -> Array:
+  """Puts host memory on a device; the memory belongs to the result and must not change again."""
+  return device.client.buffer_from_pyval(array, device)
+
+
+def to_device(array: np.ndarray, device: Device) -> Array:
+  """Copies a host array to a device; the caller may change or drop it afterwards."""
+  array = np.asarray(array)
+  fresh = empty_aligned(array.shape, array.dtype)
+  np.copyto(fresh, array)
+  return adopt(fresh, device)
+
+
+def copy_to(array: Array, device: Device) -> Array:
+  """A copy of a device array on `device` that shares no memory with it, also on the same one."""
+  if is_cpu(device):
+    return to_device(np.asarray(array), device)
+  if device in array.devices():
+    return jax.numpy.array(array, copy=True)
+  return jax.device_put(array, device)
+
+
+def block(array: Array) -> None:
+  """Waits until the array is computed; raises what its computation raised."""
+  array.block_until_ready()
