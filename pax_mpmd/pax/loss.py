@@ -10,7 +10,7 @@ objective of a microbatch is W_i loss_i + (W / M - W_i) aux_i, W = sum(W_i).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Callable
 
 import jax
 from jax import numpy as jnp
@@ -25,17 +25,13 @@ from paxml import sgf
 from paxml import trainer_lib
 from praxis import base_layer
 
-__all__ = ['ScalarRules', 'make_grad_fn', 'safe_divide', 'weighted', 'without_empty_weights']
+__all__ = ['ScalarRules', 'find_rules', 'make_grad_fn', 'safe_divide', 'weighted']
 
 # In place of a weight of zero where a whole microbatch has none. Small enough to change no sum, and
 # it keeps models that divide by their weights (and the gradient of that) away from 0 / 0.
 _TINY_WEIGHT = 1e-20
 
 Sums = dict[str, Any]
-
-
-class _NeedsTotalWeight(Exception):
-  """The model adds auxiliary losses in the pipeline: the batch's weight is needed in the loop."""
 
 
 def without_empty_weights(inputs: Any) -> Any:
@@ -50,79 +46,123 @@ def without_empty_weights(inputs: Any) -> Any:
   return inputs
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class ScalarRules:
   """How each weighted scalar of a batch follows from those of its microbatches.
 
-  Learned while the loop is traced (`sums_of`), used after it (`combine`).
-
   Attributes:
     loss_key: the scalar that is the loss.
-    rules: name -> 'loss', 'aux', 'weighted', 'mean' or 'sum'.
-    unit_loss_weight: whether the loss has weight 1 whatever the batch is.
+    unit: the scalars whose weight is 1 whatever the batch is. Pax's models give it to what isn't an
+      average over tokens, among them the counts, which they name num_something.
+    total_weight: the weight of the whole batch's loss where the pipeline adds auxiliary losses,
+      else None.
   """
 
-  loss_key: str | None
-  rules: dict[str, str] = dataclasses.field(default_factory=dict)
-  unit_loss_weight: bool = False
+  loss_key: str
+  unit: frozenset[str]
+  total_weight: Any = None
 
-  def note_loss_weight(self, scalars: dict[str, tuple[Any, Any]]) -> None:
-    """Notes whether the loss's own weight is a constant 1, before anything hides that."""
-    if self.loss_key in scalars:
-      self.unit_loss_weight = is_one(scalars[self.loss_key][1])
-
-  def sums_of(self, scalars: dict[str, tuple[Any, Any]], loss_weight: Any, aux_loss: Any) -> Sums:
+  def sums_of(self, scalars: dict[str, tuple[Any, Any]], aux_loss: Any) -> Sums:
     """What the loop sums for the weighted scalars of one microbatch.
 
     Args:
       scalars: name -> (value, weight).
-      loss_weight: the weight of the microbatch's loss.
-      aux_loss: what pipelines added to it as auxiliary loss.
+      aux_loss: what pipelines added to the loss as auxiliary losses.
 
     Returns:
       A pytree of arrays to be summed over the microbatches, for `combine`.
     """
+    loss_weight = scalars[self.loss_key][1]
     sums = {}
     for name, (value, weight) in scalars.items():
-      value, weight = jnp.asarray(value), weight
-      if name == self.loss_key:
-        self.rules[name] = 'loss'
-        sums[name] = (weighted(value - aux_loss, loss_weight), loss_weight, aux_loss, weight)
-      elif not is_one(weight):
-        self.rules[name] = 'weighted'
-        sums[name] = (weighted(value, weight), weight)
-      elif name == 'aux_loss':
-        # Outside of the pipeline auxiliary losses are averages over tokens (the softmax's z-loss).
-        self.rules[name] = 'aux'
-        sums[name] = (weighted(value - aux_loss, loss_weight), loss_weight, aux_loss, weight)
-      else:
-        # Pax's models give weight 1 to what isn't an average over tokens, among them the counts,
-        # which they name num_something.
-        self.rules[name] = 'sum' if name.startswith('num_') else 'mean'
+      if self._has_aux_loss(name):
+        main = weighted(value - aux_loss, loss_weight)
+        sums[name] = (main, loss_weight, aux_loss, weight)
+      elif name in self.unit:
         sums[name] = (value, weight)
+      else:
+        sums[name] = (weighted(value, weight), weight)
     return jax.tree_util.tree_map(jnp.asarray, sums)
 
   def combine(self, sums: Sums, num_microbatches: int) -> dict[str, tuple[Any, Any]]:
     """The batch's weighted scalars from the sums over its microbatches."""
     out = {}
     for name, (value, *rest) in sums.items():
-      rule, weight = self.rules[name], rest[-1]
-      if rule in ('loss', 'aux'):
+      weight = rest[-1]
+      if self._has_aux_loss(name):
         loss_weight, aux_loss, _ = rest
         value = safe_divide(value, loss_weight.astype(value.dtype)) + aux_loss / num_microbatches
-      elif rule == 'weighted':
+      elif name not in self.unit:
         value = safe_divide(value, weight.astype(value.dtype))
-      elif rule == 'mean':
+      elif not name.startswith('num_'):
         value = value / num_microbatches
-      if rule in ('aux', 'mean', 'sum') or (rule == 'loss' and self.unit_loss_weight):
-        weight = weight / num_microbatches
-      out[name] = (value, weight)
+      out[name] = (value, weight / num_microbatches if name in self.unit else weight)
     return out
 
+  def _has_aux_loss(self, name: str) -> bool:
+    # Outside of the pipeline auxiliary losses are averages over tokens (the softmax's z-loss), so
+    # 'aux_loss' too is taken apart into a weighted and an unweighted part.
+    return name == self.loss_key or (name == 'aux_loss' and name in self.unit)
 
-def is_one(weight: Any) -> bool:
-  """Whether a weight is the number 1 whatever the batch is (and so isn't summed over a batch)."""
-  return not isinstance(weight, jax.core.Tracer) and bool(np.all(np.asarray(weight) == 1))
+
+def find_rules(loss_key: str | None, scalars_fn: Callable[..., Any], *args: Any) -> ScalarRules:
+  """Finds how the weighted scalars of a model combine, by tracing it once.
+
+  Args:
+    loss_key: the scalar that is the loss.
+    scalars_fn: gives the weighted scalars of the whole batch, name -> (value, weight).
+    *args: its arguments, arrays or tracers.
+
+  Raises:
+    ConfigError: if the loss has no weight of its own.
+  """
+  names: list[str] = []
+  has_aux_losses = False
+
+  def weights_of(*args):
+    nonlocal has_aux_losses
+    with layer.collect_aux_losses() as aux_losses:
+      scalars = scalars_fn(*args)
+    has_aux_losses = bool(aux_losses)
+    names[:] = sorted(scalars)
+    return [scalars[name][1] for name in names]
+
+  closed = jax.make_jaxpr(weights_of)(*args)
+  if loss_key not in names:
+    raise errors.ConfigError(
+        f'The loss {loss_key!r} is not among the weighted scalars that the model returns'
+        f' ({names}), so microbatches can not be combined. Use paxml.base_metrics.LossAggregator'
+        ' (task.loss_aggregator) with one of them as its loss_key.'
+    )
+  leaves = jax.tree_util.tree_leaves(args)
+  unit = frozenset(name for i, name in enumerate(names) if _is_one(closed, i))
+  total = None
+  if has_aux_losses:
+    total = 1.0
+    if loss_key not in unit:
+      total = _eval_output(closed, names.index(loss_key), leaves)
+  return ScalarRules(loss_key, unit, total)
+
+
+def _eval_output(closed, i, leaves):
+  """Result i of a jaxpr, without computing what it doesn't need."""
+  jaxpr, used = _only_output(closed, i)
+  needed = [x for x, u in zip(leaves, used) if u]
+  return jax_compat.eval_jaxpr(jaxpr, closed.consts, *needed)[0]
+
+
+def _is_one(closed, i) -> bool:
+  jaxpr, used = _only_output(closed, i)
+  if any(used) or jaxpr.constvars:
+    return False
+  with jax.ensure_compile_time_eval():
+    value = jax_compat.eval_jaxpr(jaxpr, ())[0]
+  return bool(np.all(np.asarray(value) == 1))
+
+
+def _only_output(closed, i):
+  used_outputs = [j == i for j in range(len(closed.jaxpr.outvars))]
+  return jax_compat.dce(closed.jaxpr, used_outputs, instantiate=False)
 
 
 def safe_divide(x: Any, y: Any) -> Any:
@@ -161,16 +201,6 @@ def check_no_clu_metrics(clu_metrics: Any) -> None:
     )
 
 
-def check_loss_weight(loss_weight: Any) -> None:
-  """Raises ConfigError where the loss has no weight to combine microbatches with."""
-  if loss_weight is None:
-    raise errors.ConfigError(
-        'The loss aggregator of the task gives its loss no weight; microbatches can then not be'
-        ' combined. Use paxml.base_metrics.LossAggregator with one loss_key'
-        ' (task.loss_aggregator).'
-    )
-
-
 def make_grad_fn(
     microbatching: microbatches.Microbatching, var_weight_hparams: Any, loss_key: str | None
 ) -> trainer_lib.GradFnProtocol:
@@ -201,28 +231,17 @@ def make_grad_fn(
       )
     batch_size = jax.tree_util.tree_leaves(inputs)[0].shape[0]
     num_microbatches = microbatching.count(batch_size)
-    rules = ScalarRules(loss_key)
+    rules = find_rules(
+        loss_key,
+        lambda *args: loss_fn(*args)[1].aux_info[1],
+        mdl_vars,
+        inputs,
+        prng_key,
+    )
     run = _Loop(loss_fn, learner, mdl_vars, var_weight_hparams, rules, num_microbatches)
-    try:
-      return run(inputs, prng_key, total_weight=None)
-    except _NeedsTotalWeight:
-      total_weight = _total_weight(loss_fn, mdl_vars, inputs, prng_key)
-      return run(inputs, prng_key, total_weight=total_weight)
+    return run(inputs, prng_key)
 
   return grad_fn
-
-
-def _total_weight(loss_fn, mdl_vars, inputs, prng_key):
-  """The weight of the whole batch's loss, without computing that: traced, then cut down."""
-
-  def weight_of(mdl_vars, inputs, prng_key):
-    return loss_fn(mdl_vars, inputs, prng_key)[1].loss_weight
-
-  args = (mdl_vars, inputs, prng_key)
-  closed = jax.make_jaxpr(weight_of)(*args)
-  jaxpr, used = jax_compat.dce(closed.jaxpr, [True], instantiate=False)
-  needed = [x for x, u in zip(jax.tree_util.tree_leaves(args), used) if u]
-  return jax_compat.eval_jaxpr(jaxpr, closed.consts, *needed)[0]
 
 
 class _Loop:
@@ -240,18 +259,15 @@ class _Loop:
         *trainer_lib.get_excluded_var_masks(var_weight_hparams, learner)
     )
 
-  def __call__(self, inputs, prng_key, total_weight):
+  def __call__(self, inputs, prng_key):
     m = self._num_microbatches
     batch = dict(
         inputs=microbatches.split_batch(inputs, m), prng_key=jax.random.split(prng_key, m)
     )
 
-    def objective(mdl_vars, inputs, prng_key):
-      return self._objective(mdl_vars, inputs, prng_key, total_weight)
-
     def microbatch_fn(microbatch):
       (_, (sums, per_example_out)), grads = self._grad_fn(
-          loss_fn=objective,
+          loss_fn=self._objective,
           learner=self._learner,
           mdl_vars=self._mdl_vars,
           inputs=without_empty_weights(microbatch['inputs']),
@@ -273,28 +289,26 @@ class _Loop:
     )
     return (loss, sgf.GradAuxInfo(loss_weight=weight, aux_info=aux_info)), grads
 
-  def _objective(self, mdl_vars, inputs, prng_key, total_weight):
+  def _objective(self, mdl_vars, inputs, prng_key):
     """W_i loss_i (and the share of auxiliary losses) with, as aux, what the loop accumulates."""
+    rules = self._rules
     with layer.collect_aux_losses() as aux_losses:
       loss, info = self._loss_fn(mdl_vars, inputs, prng_key)
     _, scalars, updated_vars, summaries, per_example_out, clu_metrics = info.aux_info
     check_no_clu_metrics(clu_metrics)
-    check_loss_weight(info.loss_weight)
-    self._rules.note_loss_weight(scalars)
-    weight = jnp.asarray(jax.lax.stop_gradient(info.loss_weight), loss.dtype)
+    weight = jnp.asarray(jax.lax.stop_gradient(scalars[rules.loss_key][1]), loss.dtype)
     aux_loss = sum(aux_losses, jnp.zeros((), loss.dtype))
     objective = weighted(loss, weight)
     if aux_losses:
-      if total_weight is None:
-        raise _NeedsTotalWeight()
-      # All weights are 1 where the model's weight doesn't depend on the batch: then W is M.
-      share = 1.0 if self._rules.unit_loss_weight else total_weight / self._num_microbatches
+      # A weight of 1 whatever the batch is sums to M over the microbatches: their share is 1.
+      unit = rules.loss_key in rules.unit
+      share = 1.0 if unit else rules.total_weight / self._num_microbatches
       objective += (share - weight) * aux_loss
     sums = dict(
         main=weighted(loss - aux_loss, weight),
         aux_loss=aux_loss,
         weight=weight,
-        scalars=self._rules.sums_of(scalars, weight, aux_loss),
+        scalars=rules.sums_of(scalars, aux_loss),
         summaries=numeric_summaries(summaries),
         updates=self._updates(updated_vars),
     )

@@ -57,12 +57,24 @@ def make_eval_step(
   def eval_step(state, prng_key, inputs):
     batch_size = jax.tree_util.tree_leaves(inputs)[0].shape[0]
     m = microbatching.count(batch_size)
-    rules = loss_lib.ScalarRules(task.loss_aggregator_inst.loss_key)
+
+    def evaluate(state, prng_key, inputs):
+      return trainer_lib.eval_step_single_learner(
+          task, state, prng_key, inputs, task.model.fprop_dtype, var_weight_hparams
+      )[1]
+
+    rules = loss_lib.find_rules(
+        task.loss_aggregator_inst.loss_key,
+        lambda *args: evaluate(*args).weighted_scalars,
+        state,
+        prng_key,
+        inputs,
+    )
     batch = dict(
         inputs=microbatches.split_batch(inputs, m), prng_key=jax.random.split(prng_key, m)
     )
     sums, per_example_out = marks.accumulate_grads(
-        functools.partial(_eval_microbatch, task, state, var_weight_hparams, rules), batch
+        functools.partial(_eval_microbatch, functools.partial(evaluate, state), rules), batch
     )
     output = trainer_lib.StepFnOutput(
         loss=loss_lib.safe_divide(sums['main'], sums['weight']) + sums['aux_loss'] / m,
@@ -76,27 +88,17 @@ def make_eval_step(
   return eval_step
 
 
-def _eval_microbatch(task, state, var_weight_hparams, rules, microbatch):
+def _eval_microbatch(evaluate, rules, microbatch):
   with layer.collect_aux_losses() as aux_losses:
-    _, out = trainer_lib.eval_step_single_learner(
-        task,
-        state,
-        microbatch['prng_key'],
-        microbatch['inputs'],
-        task.model.fprop_dtype,
-        var_weight_hparams,
-    )
+    out = evaluate(microbatch['prng_key'], microbatch['inputs'])
   loss_lib.check_no_clu_metrics(out.clu_metrics)
-  loss_weight = out.weighted_scalars[rules.loss_key][1] if rules.loss_key else None
-  loss_lib.check_loss_weight(loss_weight)
-  rules.note_loss_weight(out.weighted_scalars)
-  weight = jnp.asarray(loss_weight, out.loss.dtype)
+  weight = jnp.asarray(out.weighted_scalars[rules.loss_key][1], out.loss.dtype)
   aux_loss = sum(aux_losses, jnp.zeros((), out.loss.dtype))
   sums = dict(
       main=loss_lib.weighted(out.loss - aux_loss, weight),
       aux_loss=aux_loss,
       weight=weight,
-      scalars=rules.sums_of(out.weighted_scalars, weight, aux_loss),
+      scalars=rules.sums_of(out.weighted_scalars, aux_loss),
       summaries=loss_lib.numeric_summaries(out.summary_tensors),
   )
   return sums, out.per_example_out
