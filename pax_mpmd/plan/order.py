@@ -165,10 +165,14 @@ def total_order(
   while heap:
     time, kind, number = heapq.heappop(heap)
     if kind == 0:
-      events.append(sent[number])
-      arrived[number] = True
-      if number in waiting:
-        consider(waiting.pop(number), time)
+      together = [number]
+      while heap and heap[0][:2] == (time, 0):
+        together.append(heapq.heappop(heap)[2])
+      for i in _sends_first(together, sent):
+        events.append(sent[i])
+        arrived[i] = True
+        if i in waiting:
+          consider(waiting.pop(i), time)
       continue
     work = lists[number][positions[number]]
     events.append(work)
@@ -197,3 +201,29 @@ def total_order(
         'backward.'
     )
   return events
+
+
+def _sends_first(together: Sequence[int], sent: Sequence[Message]) -> list[int]:
+  """Orders messages of the same time so that actors send, where they can, before they receive.
+
+  Else an actor in the middle of the pipeline would pass its result on only after it got its next
+  input.
+  """
+  to_send: dict[int, int] = {}
+  to_receive: dict[int, list[int]] = {}
+  for i in together:
+    to_send[sent[i].src] = to_send.get(sent[i].src, 0) + 1
+    to_receive.setdefault(sent[i].dst, []).append(i)
+  free = [i for i in reversed(together) if sent[i].dst not in to_send]
+  rest = list(reversed(together))
+  ordered: dict[int, None] = {}
+  while len(ordered) < len(together):
+    i = free.pop() if free else rest.pop()
+    if i in ordered:
+      continue
+    ordered[i] = None
+    src = sent[i].src
+    to_send[src] -= 1
+    if not to_send[src]:
+      free += reversed(to_receive.get(src, ()))
+  return list(ordered)

@@ -1,0 +1,47 @@
+"""Random valid schedules, for tests of everything that must work with any of them."""
+
+from __future__ import annotations
+
+import random
+
+from pax_mpmd.schedules import FromTable, Phase, Schedule, Task
+from pax_mpmd.schedules.graph import dependencies
+
+
+def random_schedule(
+    seed: int, num_stages: int, num_actors: int, num_microbatches: int, phases: str = 'FB'
+) -> Schedule:
+  """A schedule with random placement and order, valid for `num_microbatches` only.
+
+  Args:
+    seed: equal seeds give equal schedules.
+    num_stages: number of stages.
+    num_actors: number of actors; each owns a stage.
+    num_microbatches: number of microbatches.
+    phases: 'FB', 'FIW', 'F', or 'mixed' where each stage has either B, or I and W.
+
+  Returns:
+    The schedule: a random walk through the tasks, always to one whose needs are met.
+  """
+  rng = random.Random(seed)
+  placement = [*range(num_actors), *rng.choices(range(num_actors), k=num_stages - num_actors)]
+  rng.shuffle(placement)
+  phases_of = [
+      frozenset(map(Phase, rng.choice(['FB', 'FIW']) if phases == 'mixed' else phases))
+      for _ in range(num_stages)
+  ]
+  todo = [
+      Task(s, phase, m)
+      for s in range(num_stages)
+      for phase in sorted(phases_of[s])
+      for m in range(num_microbatches)
+  ]
+  done: set[Task] = set()
+  lists: list[list[Task]] = [[] for _ in range(num_actors)]
+  while todo:
+    ready = [task for task in todo if done.issuperset(dependencies(task, phases_of))]
+    task = rng.choice(ready)
+    todo.remove(task)
+    done.add(task)
+    lists[placement[task.stage]].append(task)
+  return FromTable(lists)
