@@ -1,7 +1,8 @@
 """Byte-level language models of Python source, pipelined the way Pax does it.
 
 There is no pax_mpmd in this file: these are ordinary Pax experiments, which run both under
-`python -m paxml.main` and, unchanged, under `python -m pax_mpmd.main --mpmd`.
+`python -m paxml.main` and, unchanged, under `python -m pax_mpmd.main --mpmd`. Stock Pax evaluates
+during training only when it is given `--eval_on_test`.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class StdlibLm(model_params.TransformerLmSpmdPipelineAdafactor, StdlibDataset):
     """Returns the task parameters, with Adam and a warm-up."""
     task_p = super().task()
     task_p.train.num_train_steps = self.TRAIN_STEPS
+    # Evaluation is on the test split alone (with --eval_on_test), not also on a training batch.
+    task_p.train.eval_skip_train = True
     learner_p = task_p.train.learner
     learner_p.optimizer = pax_fiddle.Config(
         optimizers.Adam,

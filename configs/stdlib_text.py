@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
 from pathlib import Path
 import platform
@@ -142,10 +143,12 @@ def _build(folder: Path, stdlib: Path, files: list[tuple[str, int]]) -> None:
   # Left by a process that was killed; nobody else builds here while we hold the lock.
   shutil.rmtree(folder / NAME, ignore_errors=True)
   builder = StdlibText(data_dir=str(folder))
-  tfds.disable_progress_bar()  # TFDS draws a dozen short-lived ones for this.
-  builder.download_and_prepare(
-      download_config=tfds.download.DownloadConfig(try_download_gcs=False)
-  )
+  # TFDS would draw a dozen short-lived bars, and speak of downloading what is never downloaded.
+  tfds.disable_progress_bar()
+  with contextlib.redirect_stdout(io.StringIO()):
+    builder.download_and_prepare(
+        download_config=tfds.download.DownloadConfig(try_download_gcs=False)
+    )
   counts = ', '.join(f'{name}: {split.num_examples}' for name, split in builder.info.splits.items())
   _say(f'data set built in {time.monotonic() - start:.0f} s, kept in {folder} ({counts} files)')
 

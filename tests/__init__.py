@@ -1,0 +1,1 @@
+"""Unit tests; the folders mirror the packages they test."""
