@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
-from pax_mpmd.schedules import FromTable, Phase, Schedule, Task
+from pax_mpmd.schedules import FromTable
+from pax_mpmd.schedules import Phase
+from pax_mpmd.schedules import Schedule
+from pax_mpmd.schedules import Task
 from pax_mpmd.schedules.graph import dependencies
 
 
