@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from typing import Any, Mapping, Sequence
 
@@ -29,13 +30,19 @@ class Actor:
     device: where its programs run.
     cache: compiled programs of that device.
     transport: channels to the other actors.
+    progress: where to keep the place it is at.
   """
 
   def __init__(
-      self, rank: int, device: xla.Device, cache: ExecutableCache, transport: Transport
+      self,
+      rank: int,
+      device: xla.Device,
+      cache: ExecutableCache,
+      transport: Transport,
+      progress: Progress | None = None,
   ):
     self.rank = rank
-    self.progress = Progress()
+    self.progress = progress or Progress()
     self.compiled: tuple[int, int] = (0, 0)  # programs ready, programs asked for
     self._device = device
     self._cache = cache
@@ -75,6 +82,7 @@ class Actor:
     """Where this actor is. Called from another thread while a message is being handled."""
     handle = self.progress.handle
     step, index, since, waits_for = self.progress.at
+    age = time.monotonic() - since
     stage = text = None
     if handle is not None:
       stage, text = self._plans[handle].describe(index)
@@ -82,7 +90,7 @@ class Actor:
         'running': handle is not None,
         'step': step,
         'index': index,
-        'since': since,
+        'age': age,
         'waits_for': waits_for,
         'stage': stage,
         'instruction': text,
@@ -90,10 +98,6 @@ class Actor:
         'steps': self.progress.steps,
         'compiled': self.compiled,
     }
-
-  def describe(self, handle: int, index: int) -> tuple[int | None, str | None]:
-    """Stage and text of an instruction of a loaded plan."""
-    return self._plans[handle].describe(index) if handle in self._plans else (None, None)
 
   def _do_load(
       self, handle: int, plan: ActorPlan, executables: Mapping[str, Executable], keys: Sequence[str]

@@ -318,6 +318,15 @@ class Driver(abc.ABC):
     with self._state_lock:
       return set(self._calls.values())
 
+  def _is_first_step(self) -> bool:
+    """Whether the oldest step under way is the first of its plan. Called from the monitor."""
+    done = set()
+    for handle, futures in self._in_flight.copy():
+      if not all(future.done() for future in futures):
+        return handle not in done and self._plans[handle].num_steps_done == 0
+      done.add(handle)
+    return False
+
   # Failures.
 
   def _report(self, failure: Failure) -> None:

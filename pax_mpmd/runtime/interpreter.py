@@ -9,11 +9,12 @@ sent before first waits until the channel no longer reads it.
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import operator
 import time
 import traceback
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, MutableSequence, Sequence
 
 import numpy as np
 
@@ -24,7 +25,15 @@ from pax_mpmd.runtime.channels import ChannelClosed, Transport
 from pax_mpmd.runtime.executables import CompiledProgram
 from pax_mpmd.runtime.failure import Failure, FailureKind, StepFailed
 
-__all__ = ['PreparedPlan', 'Progress', 'donated_inputs', 'instruction_text', 'prepare']
+__all__ = [
+    'PreparedPlan',
+    'Progress',
+    'actor_executables',
+    'donated_inputs',
+    'instruction_text',
+    'prepare',
+    'stage_of',
+]
 
 
 def instruction_text(instruction: Instruction) -> str:
@@ -48,21 +57,32 @@ def donated_inputs(plan: ActorPlan, executables: Mapping[str, Executable]) -> tu
 
 
 class Progress:
-  """Where the interpreter is; written by it, read by other threads.
+  """Where the interpreter is; written by it, read by other threads and, `words`, by the driver.
 
   Attributes:
+    words: int64[3]: handle + 1 of the plan that runs (0: none), step, instruction index. May be
+      memory shared with the driver, who can then still read it when this process is gone.
     at: (step, instruction index or -1, since when by time.monotonic, what it waits for or ''),
       replaced as a whole.
-    handle: which plan; None between steps.
     longest: seconds of the longest instruction so far, waits for other actors not counted.
     steps: number of steps finished.
   """
 
-  def __init__(self):
+  def __init__(self, words: MutableSequence[int] | None = None):
+    self.words = words if words is not None else array.array('q', [0, 0, -1])
     self.at: tuple[int, int, float, str] = (-1, -1, time.monotonic(), '')
-    self.handle: int | None = None
     self.longest = 0.0
     self.steps = 0
+
+  @property
+  def handle(self) -> int | None:
+    """Of the plan that runs; None between steps."""
+    return self.words[0] - 1 if self.words[0] else None
+
+  @handle.setter
+  def handle(self, handle: int | None) -> None:
+    self.words[2] = -1
+    self.words[0] = 0 if handle is None else handle + 1
 
 
 @dataclasses.dataclass
@@ -193,9 +213,11 @@ class PreparedPlan:
     now = time.monotonic
     longest = progress.longest
     index = -1
+    words = progress.words
+    words[1] = step
     try:
       for op in self._ops:
-        index = op.index
+        words[2] = index = op.index
         start = now()
         progress.at = (step, index, start, op.waits_for)
         op.do(frame)
@@ -216,7 +238,7 @@ class PreparedPlan:
     instruction = self.instruction_at(index)
     if instruction is None:
       return None, None
-    return _stage_of(instruction), instruction_text(instruction)
+    return stage_of(instruction), instruction_text(instruction)
 
   def _failure(self, step: int, index: int, error: Exception) -> Failure:
     stage, text = self.describe(index)
@@ -233,7 +255,7 @@ class PreparedPlan:
     )
 
 
-def _stage_of(instruction: Instruction) -> int | None:
+def stage_of(instruction: Instruction) -> int | None:
   """A Run's own stage; for a Send or Recv the stage its label starts with, as in '2F0'."""
   if isinstance(instruction, Run):
     return instruction.stage

@@ -1,0 +1,68 @@
+"""What runs inside a Ray worker process. Imports jax and numpy, no Pax."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from typing import Any, Sequence
+
+from pax_mpmd.runtime import versions, xla
+from pax_mpmd.runtime.actor import Actor
+from pax_mpmd.runtime.executables import ExecutableCache
+from pax_mpmd.runtime.interpreter import Progress
+from pax_mpmd.runtime.shm_channel import ShmTransport
+
+__all__ = ['RayActor', 'host_id']
+
+PROGRESS_WORDS = 3
+
+
+def host_id() -> str:
+  """Equal for processes that can share memory and abstract sockets."""
+  with open('/proc/sys/kernel/random/boot_id') as file:
+    boot = file.read().strip()
+  return f'{socket.gethostname()}/{boot}/{os.readlink("/proc/self/ns/net")}'
+
+
+class RayActor:
+  """One pipeline rank.
+
+  Args:
+    rank: the pipeline rank.
+    run_id: names the run's sockets.
+    secret: what the run's processes prove to each other.
+  """
+
+  def __init__(self, rank: int, run_id: str, secret: bytes):
+    self._rank = rank
+    self._run_id = run_id
+    self._secret = secret
+    self._actor: Actor | None = None
+
+  def hello(self, driver_versions: dict[str, str]) -> dict[str, Any]:
+    """Says who this is and, if the versions are the driver's, gets ready for messages."""
+    mine = versions.versions()
+    reply: dict[str, Any] = {'versions': mine, 'pid': os.getpid(), 'host': host_id()}
+    if versions.differences(driver_versions, mine):
+      return reply
+    device = xla.local_devices()[0]
+    # The driver maps this memory too and so knows the last instruction of a process that was
+    # killed. It has no name; the descriptor stays open for the driver to find.
+    fd = os.memfd_create('pax-mpmd-progress', os.MFD_CLOEXEC)
+    os.ftruncate(fd, mmap.PAGESIZE)
+    words = memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast('q')[:PROGRESS_WORDS]
+    transport = ShmTransport(self._run_id, self._rank, self._secret, device)
+    self._actor = Actor(self._rank, device, ExecutableCache(device), transport, Progress(words))
+    reply['progress_fd'] = fd
+    return reply
+
+  def call(self, number: int, freed: Sequence[int], method: str, args: Sequence[Any]) -> Any:
+    """Handles one message of the driver; see `Actor.handle`."""
+    assert self._actor is not None
+    return self._actor.handle(number, freed, method, args)
+
+  def ping(self) -> dict[str, Any]:
+    """Where this actor is; answered in a thread of its own while `call` runs."""
+    assert self._actor is not None
+    return self._actor.describe_progress()

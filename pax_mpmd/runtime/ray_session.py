@@ -1,0 +1,258 @@
+"""Ray itself: joining or starting it, the workers' environment, their start and their end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import uuid
+from typing import Any, Callable, Mapping
+
+import jax
+
+import pax_mpmd
+from pax_mpmd.errors import ActorError, ConfigError
+from pax_mpmd.runtime import versions
+from pax_mpmd.runtime.processes import Process, end_all
+from pax_mpmd.runtime.ray_actor import RayActor, host_id
+
+__all__ = ['RaySession', 'worker_environment']
+
+_OBJECT_STORE_BYTES = 200 << 20
+_KILL_GRACE_S = 0.5
+_KILL_TIMEOUT_S = 5.0
+
+# How many sessions use the Ray that we started; it ends with the last one.
+_users_lock = threading.Lock()
+_num_users = 0
+
+
+def worker_environment(
+    actor_env: Mapping[str, str] | None, threads_per_actor: int | None
+) -> dict[str, str]:
+  """Environment variables of a worker, on top of those Ray gives it.
+
+  Args:
+    actor_env: the user's; these win.
+    threads_per_actor: threads XLA may use for one operation on a CPU; None: one.
+  """
+  env: dict[str, str] = {}
+  root = os.path.dirname(os.path.dirname(os.path.abspath(pax_mpmd.__file__)))
+  path = os.environ.get('PYTHONPATH')
+  env['PYTHONPATH'] = root + (os.pathsep + path if path else '')
+  if jax.default_backend() == 'cpu':
+    env['JAX_PLATFORMS'] = 'cpu'
+  env['JAX_ENABLE_X64'] = str(int(jax.config.jax_enable_x64))
+  # The driver pretends to have the whole pipeline's devices; an actor has its own.
+  flags = [
+      flag
+      for flag in os.environ.get('XLA_FLAGS', '').split()
+      if not flag.startswith('--xla_force_host_platform_device_count')
+  ]
+  # Several actors share a host's cores, and each is one rank of a pipeline that keeps all of them
+  # busy: more threads an actor would only get in each other's way.
+  threads = threads_per_actor or 1
+  eigen = 'true' if threads > 1 else 'false'
+  flags += [f'--xla_cpu_multi_thread_eigen={eigen}', f'intra_op_parallelism_threads={threads}']
+  env['XLA_FLAGS'] = ' '.join(flags)
+  env['OMP_NUM_THREADS'] = str(threads)
+  env.update({name: str(value) for name, value in (actor_env or {}).items()})
+  return env
+
+
+class RaySession:
+  """The Ray actors of one RayRuntime.
+
+  Args:
+    address: of a running Ray; None: RAY_ADDRESS if set, else a Ray of our own.
+    num_cpus_per_actor: what Ray's scheduler books for each.
+    num_gpus_per_actor: the same for GPUs.
+    env: the workers' environment.
+    start_timeout_s: seconds for all actors to be ready.
+    log: told what is being waited for.
+  """
+
+  def __init__(
+      self,
+      address: str | None,
+      num_cpus_per_actor: float,
+      num_gpus_per_actor: float,
+      env: Mapping[str, str],
+      start_timeout_s: float,
+      log: Callable[[str], None],
+  ):
+    self._address = address
+    self._num_cpus = num_cpus_per_actor
+    self._num_gpus = num_gpus_per_actor
+    self._env = dict(env)
+    self._start_timeout_s = start_timeout_s
+    self._log = log
+    self._owns_ray = False
+    self.handles: list[Any] = []
+    self.processes: list[Process] = []
+    self.progress: list[memoryview | None] = []  # each actor's Progress.words
+
+  def start(self, num_actors: int) -> None:
+    """Starts all actors at once and returns when each is ready.
+
+    Raises:
+      ConfigError: they can't be started as configured.
+      ActorError: one died on the way.
+    """
+    global _num_users
+    os.environ.setdefault('RAY_ENABLE_UV_RUN_RUNTIME_ENV', '0')  # it would upload the work folder
+    import ray
+
+    with _users_lock:
+      if _num_users:
+        _num_users += 1
+        self._owns_ray = True
+      elif not ray.is_initialized():
+        self._init_ray(num_actors)
+    try:
+      self._start_actors(num_actors)
+    except BaseException:
+      self.close()
+      raise
+
+  def _init_ray(self, num_actors: int) -> None:
+    global _num_users
+    import ray
+
+    address = self._address or os.environ.get('RAY_ADDRESS')
+    quiet = {
+        'namespace': f'pax-mpmd-{uuid.uuid4().hex}',
+        'log_to_driver': False,
+        'logging_level': logging.ERROR,
+        'configure_logging': False,
+    }
+    if address and address != 'local':
+      self._log(f'Joining Ray at {address}')
+      ray.init(address=address, **quiet)
+    else:
+      self._log('Starting Ray on this host')
+      ray.init(
+          address='local',  # never a Ray that somebody else happens to run here
+          # Only what will be booked: Ray starts that many idle workers in advance.
+          num_cpus=-(-int(num_actors * self._num_cpus * 1000) // 1000),
+          include_dashboard=False,
+          # Steps' inputs and fetched results only; activations never come here.
+          object_store_memory=_OBJECT_STORE_BYTES,
+          **quiet,
+      )
+    _num_users = 1
+    self._owns_ray = True
+
+  def _start_actors(self, num_actors: int) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    self._log(f'Starting {num_actors} actors')
+    here = ray.get_runtime_context().get_node_id()
+    # Two threads for control: a ping must be answered while a step runs in the default group's one.
+    remote_class = ray.remote(concurrency_groups={'control': 2})(RayActor)
+    run_id = uuid.uuid4().hex
+    secret = secrets.token_bytes(32)
+    refs = []
+    for rank in range(num_actors):
+      handle = remote_class.options(
+          num_cpus=self._num_cpus,
+          num_gpus=self._num_gpus,
+          max_restarts=0,
+          max_task_retries=0,
+          runtime_env={'env_vars': self._env},
+          # The channels are shared memory, so all actors are on the driver's own host.
+          scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+      ).remote(rank, run_id, secret)
+      self.handles.append(handle)
+      refs.append(handle.hello.remote(versions.versions()))
+    ready, missing = ray.wait(
+        refs, num_returns=num_actors, timeout=self._start_timeout_s, fetch_local=True
+    )
+    if missing:
+      ranks = [rank for rank, ref in enumerate(refs) if ref in missing]
+      raise ConfigError(
+          f'Actors {ranks} of {num_actors} did not start within {self._start_timeout_s} s '
+          f'(RayRuntime.start_timeout_s). Each asks Ray for {self._num_cpus} CPUs and '
+          f'{self._num_gpus} GPUs (num_cpus_per_actor, num_gpus_per_actor); Ray has '
+          f'{ray.available_resources()} free on all nodes. Ask for less, or start Ray with more.'
+      )
+    for rank, ref in enumerate(refs):
+      try:
+        reply = ray.get(ref)
+      except ray.exceptions.RayError as error:
+        raise self._start_error(rank, error) from error
+      self._check_reply(rank, reply)
+      process = Process.running(reply['pid'])
+      self.processes.append(process)
+      self.progress.append(process.map_shared(reply['progress_fd']))
+
+  def _check_reply(self, rank: int, reply: Mapping[str, Any]) -> None:
+    differences = versions.differences(versions.versions(), reply['versions'])
+    if differences:
+      raise ConfigError(
+          f'Actor {rank} runs other versions than the driver: {"; ".join(differences)}. Programs '
+          'are exchanged between them, so install the same versions on both sides.'
+      )
+    if reply['host'] != host_id():
+      raise ConfigError(
+          f'Actor {rank} is on {reply["host"]}, the driver on {host_id()}. RayRuntime runs all '
+          'actors on the driver\'s host; start the driver on the host that is to run them.'
+      )
+
+  def _start_error(self, rank: int, error: Exception) -> ActorError:
+    """Finds out why a worker died before it answered: the same start again, where it can be seen."""
+    env = {**os.environ, **self._env}
+    try:
+      trial = subprocess.run(
+          [sys.executable, '-c', 'import jax; jax.local_devices()'],
+          env=env,
+          capture_output=True,
+          text=True,
+          timeout=60,
+          check=False,
+      )
+      output = trial.stderr.strip()[-2000:] if trial.returncode else ''
+    except (OSError, subprocess.SubprocessError) as failure:
+      output = str(failure)
+    if not output:
+      return ActorError(
+          f'actor {rank}: its process did not start.', actor=rank, remote_traceback=str(error)
+      )
+    return ActorError(
+        f'actor {rank}: its process ended while JAX started in it. Its XLA_FLAGS: '
+        f'{self._env.get("XLA_FLAGS", "")!r} (XLA_FLAGS of the driver, RayRuntime.actor_env and '
+        'threads_per_actor make them up).',
+        actor=rank,
+        remote_traceback=output,
+    )
+
+  def kill_actors(self) -> None:
+    """Ends the actors; returns when their processes are gone."""
+    import ray
+
+    handles, self.handles = self.handles, []
+    for handle in handles:
+      try:
+        ray.kill(handle, no_restart=True)
+      except Exception:  # Ray itself may be gone already; the processes are seen to below
+        pass
+    # A stopped process (SIGSTOP) does not hear Ray.
+    end_all(self.processes, _KILL_GRACE_S, _KILL_TIMEOUT_S)
+
+  def close(self) -> None:
+    """Ends the actors, and Ray if it is ours and nobody else uses it."""
+    global _num_users
+    import ray
+
+    self.kill_actors()
+    with _users_lock:
+      if not self._owns_ray:
+        return
+      self._owns_ray = False
+      _num_users -= 1
+      if _num_users == 0:
+        ray.shutdown()
