@@ -44,15 +44,21 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
       build_step: called as build_step(fn, donate_argnums=...), gives what `mpmd_jit` would.
       init_is_eval: as in Pax.
     """
-    if jax.local_device_count() >= pipeline.num_devices:
-      device_mesh = None  # Pax's own: values that depend on the sharding (rbg keys) then agree.
+    devices, needed = jax.local_devices(), pipeline.num_devices
+    if len(devices) == needed:
+      device_mesh = None  # Pax's own
+    elif len(devices) > needed:
+      model = task.model
+      dcn = model.dcn_mesh_shape or [1] * len(model.ici_mesh_shape)
+      device_mesh = np.asarray(devices[:needed]).reshape(
+          [i * d for i, d in zip(model.ici_mesh_shape, dcn)]
+      )
     else:
-      shape = [1] * len(task.model.mesh_axis_names)
-      device_mesh = np.asarray(jax.devices()[:1]).reshape(shape)
+      device_mesh = np.asarray(devices[:1]).reshape([1] * len(task.model.mesh_axis_names))
     super().__init__(init_is_eval, reshard_inputs=False, task=task, device_mesh=device_mesh)
     self._pipeline = pipeline
     self._build_step = build_step
-    one_device = np.asarray(jax.devices()[:1]).reshape([1] * len(self._mesh_names))
+    one_device = np.asarray(devices[:1]).reshape([1] * len(self._mesh_names))
     self._actor_mesh = jax.sharding.Mesh(one_device, self._mesh_names)
 
   @property
@@ -94,11 +100,9 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
   ) -> tuple[partitioning.PartitionedStepFn, Any]:
     """Distributes a step function; see Pax's `Partitioner.partition`."""
     logging.info('[pax_mpmd] Building the %s step.', 'eval' if is_eval else 'train')
-    batch_size = jax.tree_util.tree_leaves(inputs_shape_dtype)[0].shape[0]
     step = self._build_step(
         self.traceable_step(step_fn, is_eval), donate_argnums=() if is_eval else (0,)
     )
-    del batch_size
     specs = trainer_lib.get_input_partition_specs(self._mesh_names, inputs_shape_dtype)
 
     def partitioned(state, prng_key, inputs, static_args=None):
