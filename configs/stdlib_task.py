@@ -82,17 +82,17 @@ def split_at_blank_lines(dataset: tf.data.Dataset) -> tf.data.Dataset:
   return dataset.flat_map(pieces)
 
 
-def split_to_length(
+def split_long_pieces(
     dataset: tf.data.Dataset, sequence_length: Mapping[str, int]
 ) -> tf.data.Dataset:
-  """Cuts pieces that are longer than a row into rows; the rest of a piece is a piece too."""
-  length = sequence_length['targets']
+  """Cuts pieces that are longer than half a row, so that each row has room for two or more."""
+  longest = max(1, sequence_length['targets'] // 2)
 
-  def rows(example: Mapping[str, tf.Tensor]) -> tf.data.Dataset:
+  def parts(example: Mapping[str, tf.Tensor]) -> tf.data.Dataset:
     tokens = tf.data.Dataset.from_tensor_slices(example['targets'])
-    return tokens.batch(length).map(lambda piece: {'targets': piece})
+    return tokens.batch(longest).map(lambda part: {'targets': part})
 
-  return dataset.flat_map(rows)
+  return dataset.flat_map(parts)
 
 
 seqio.TaskRegistry.add(
@@ -102,7 +102,7 @@ seqio.TaskRegistry.add(
         split_at_blank_lines,
         seqio.preprocessors.tokenize,
         seqio.preprocessors.append_eos,
-        split_to_length,
+        split_long_pieces,
     ],
     output_features={'targets': seqio.Feature(vocabulary=VOCABULARY, add_eos=True)},
     metric_fns=[],
