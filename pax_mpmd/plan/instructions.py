@@ -8,12 +8,13 @@ that donates it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+import dataclasses
 
 import numpy as np
 
-from pax_mpmd.compile.program import Aval, Executable
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.compile.program import Executable
 
 Slot = int
 

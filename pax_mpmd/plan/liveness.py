@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pax_mpmd.compile.program import Executable
-from pax_mpmd.plan.instructions import ActorPlan, Free, Instruction, Plan, Recv, Run, Send, Slot
+from pax_mpmd.plan.instructions import ActorPlan
+from pax_mpmd.plan.instructions import Free
+from pax_mpmd.plan.instructions import Instruction
+from pax_mpmd.plan.instructions import Plan
+from pax_mpmd.plan.instructions import Recv
+from pax_mpmd.plan.instructions import Run
+from pax_mpmd.plan.instructions import Send
+from pax_mpmd.plan.instructions import Slot
 
 __all__ = ['insert_frees', 'peak_bytes']
 

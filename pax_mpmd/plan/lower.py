@@ -6,11 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pax_mpmd.compile.program import Aval, Leaf, StepProgram
-from pax_mpmd.plan.instructions import ActorPlan, Instruction, Plan, Recv, Run, Send, Slot
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.compile.program import Leaf
+from pax_mpmd.compile.program import StepProgram
+from pax_mpmd.plan.instructions import ActorPlan
+from pax_mpmd.plan.instructions import Instruction
+from pax_mpmd.plan.instructions import Plan
+from pax_mpmd.plan.instructions import Recv
+from pax_mpmd.plan.instructions import Run
+from pax_mpmd.plan.instructions import Send
+from pax_mpmd.plan.instructions import Slot
 from pax_mpmd.plan.liveness import insert_frees
-from pax_mpmd.plan.order import Message, messages, total_order
-from pax_mpmd.plan.work import Key, KeyKind, step_keys, Work, work_lists
+from pax_mpmd.plan.order import Message
+from pax_mpmd.plan.order import messages
+from pax_mpmd.plan.order import total_order
+from pax_mpmd.plan.work import Key
+from pax_mpmd.plan.work import KeyKind
+from pax_mpmd.plan.work import step_keys
+from pax_mpmd.plan.work import Work
+from pax_mpmd.plan.work import work_lists
 from pax_mpmd.schedules import Schedule
 from pax_mpmd.schedules.simulate import Costs
 

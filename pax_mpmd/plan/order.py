@@ -11,12 +11,14 @@ were not stuck.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 import dataclasses
 import heapq
-from collections.abc import Iterable, Sequence
 
 from pax_mpmd import errors
-from pax_mpmd.plan.work import Key, KeyKind, Work
+from pax_mpmd.plan.work import Key
+from pax_mpmd.plan.work import KeyKind
+from pax_mpmd.plan.work import Work
 
 __all__ = ['Message', 'messages', 'total_order']
 

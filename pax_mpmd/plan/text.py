@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+import dataclasses
 
-from pax_mpmd.plan.instructions import ActorPlan, Instruction, Plan, Recv, Run, Send, Slot
+from pax_mpmd.plan.instructions import ActorPlan
+from pax_mpmd.plan.instructions import Instruction
+from pax_mpmd.plan.instructions import Plan
+from pax_mpmd.plan.instructions import Recv
+from pax_mpmd.plan.instructions import Run
+from pax_mpmd.plan.instructions import Send
+from pax_mpmd.plan.instructions import Slot
 from pax_mpmd.plan.liveness import peak_bytes
 
 __all__ = ['ActorSummary', 'PlanSummary', 'format_instruction', 'format_plan', 'summary']

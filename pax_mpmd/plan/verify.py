@@ -17,8 +17,16 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from pax_mpmd import errors
-from pax_mpmd.compile.program import Aval, Executable
-from pax_mpmd.plan.instructions import ActorPlan, Free, Instruction, Plan, Recv, Run, Send, Slot
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.compile.program import Executable
+from pax_mpmd.plan.instructions import ActorPlan
+from pax_mpmd.plan.instructions import Free
+from pax_mpmd.plan.instructions import Instruction
+from pax_mpmd.plan.instructions import Plan
+from pax_mpmd.plan.instructions import Recv
+from pax_mpmd.plan.instructions import Run
+from pax_mpmd.plan.instructions import Send
+from pax_mpmd.plan.instructions import Slot
 from pax_mpmd.plan.text import format_instruction
 
 __all__ = ['verify']

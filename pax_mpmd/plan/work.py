@@ -7,15 +7,23 @@ of a carry, so that what follows need not know about microbatches, carries or ph
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
 
 from pax_mpmd import errors
-from pax_mpmd.compile.program import Carry, Operand, OperandKind, OuterProgram, StepProgram, ValueId
-from pax_mpmd.schedules import Phase, Schedule, Task
+from pax_mpmd.compile.program import Carry
+from pax_mpmd.compile.program import Operand
+from pax_mpmd.compile.program import OperandKind
+from pax_mpmd.compile.program import OuterProgram
+from pax_mpmd.compile.program import StepProgram
+from pax_mpmd.compile.program import ValueId
+from pax_mpmd.schedules import Phase
+from pax_mpmd.schedules import Schedule
+from pax_mpmd.schedules import Task
 from pax_mpmd.schedules.graph import phases_of_stages
-from pax_mpmd.schedules.simulate import cost_function, Costs
+from pax_mpmd.schedules.simulate import cost_function
+from pax_mpmd.schedules.simulate import Costs
 from pax_mpmd.schedules.validate import checked_tasks
 
 __all__ = ['Key', 'KeyKind', 'Work', 'step_keys', 'work_lists']

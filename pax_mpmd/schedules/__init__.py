@@ -5,10 +5,14 @@ from pax_mpmd.schedules.gpipe import GPipe
 from pax_mpmd.schedules.grid import format_grid
 from pax_mpmd.schedules.interleaved import InterleavedOneFOneB
 from pax_mpmd.schedules.one_f_one_b import OneFOneB
-from pax_mpmd.schedules.registry import get, NAMES
-from pax_mpmd.schedules.simulate import simulate, Simulation
-from pax_mpmd.schedules.table import FromTable, to_csv
-from pax_mpmd.schedules.task import Phase, Task
+from pax_mpmd.schedules.registry import get
+from pax_mpmd.schedules.registry import NAMES
+from pax_mpmd.schedules.simulate import simulate
+from pax_mpmd.schedules.simulate import Simulation
+from pax_mpmd.schedules.table import FromTable
+from pax_mpmd.schedules.table import to_csv
+from pax_mpmd.schedules.task import Phase
+from pax_mpmd.schedules.task import Task
 from pax_mpmd.schedules.validate import validate
 
 __all__ = [

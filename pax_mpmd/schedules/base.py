@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import operator
-from collections.abc import Sequence
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.task import Task
@@ -58,7 +58,10 @@ class Schedule:
     Returns:
       One sequence of tasks per actor.
     """
-    raise NotImplementedError(f'{type(self).__name__} must define tasks(num_microbatches).')
+    raise errors.ScheduleError(
+        f'{type(self).__name__} does not say in which order tasks run. Define tasks(self, '
+        'num_microbatches), or use one of the schedules there are, such as OneFOneB.'
+    )
 
   def stages_of(self, actor: int) -> tuple[int, ...]:
     """The stages that an actor owns, in ascending order."""

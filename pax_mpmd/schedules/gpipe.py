@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from pax_mpmd.schedules.base import Schedule
-from pax_mpmd.schedules.task import Phase, Task
+from pax_mpmd.schedules.task import Phase
+from pax_mpmd.schedules.task import Task
 
 __all__ = ['GPipe']
 

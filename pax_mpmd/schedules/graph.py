@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import heapq
-from collections.abc import Callable, Mapping, Sequence
 
-from pax_mpmd.schedules.task import Phase, Task
+from pax_mpmd.schedules.task import Phase
+from pax_mpmd.schedules.task import Task
 
 __all__ = ['Played', 'dependencies', 'phases_of_stages', 'play']
 

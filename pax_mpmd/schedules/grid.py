@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pax_mpmd.schedules.base import Schedule
-from pax_mpmd.schedules.graph import phases_of_stages, play
-from pax_mpmd.schedules.layout import format_columns, IDLE
+from pax_mpmd.schedules.graph import phases_of_stages
+from pax_mpmd.schedules.graph import play
+from pax_mpmd.schedules.layout import format_columns
+from pax_mpmd.schedules.layout import IDLE
 from pax_mpmd.schedules.validate import checked_tasks
 
 __all__ = ['format_grid']

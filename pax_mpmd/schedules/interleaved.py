@@ -7,7 +7,8 @@ import dataclasses
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule
 from pax_mpmd.schedules.one_f_one_b import alternate
-from pax_mpmd.schedules.task import Phase, Task
+from pax_mpmd.schedules.task import Phase
+from pax_mpmd.schedules.task import Task
 
 __all__ = ['InterleavedOneFOneB']
 

@@ -14,6 +14,7 @@ def format_columns(
     columns: Sequence[Sequence[str]],
     marks: Collection[tuple[int, int]] = (),
     *,
+    header: str = 'step',
     max_rows: int | None = None,
     max_actors: int | None = None,
 ) -> str:
@@ -22,6 +23,7 @@ def format_columns(
   Args:
     columns: for each actor, the texts of its column.
     marks: (actor, row) pairs to put between > and <.
+    header: what a row is.
     max_rows: the most rows to print, the header not counted; rows near marks are kept, else the
       first and the last ones. None prints all.
     max_actors: the most columns to print; marked ones and their neighbours are kept. None prints
@@ -34,7 +36,7 @@ def format_columns(
   num_rows = max(map(len, columns), default=0)
   rows = _keep(num_rows, {row for _, row in marks}, max_rows)
   actors = _keep(len(columns), {actor for actor, _ in marks}, max_actors)
-  table = [['step'] + [_LEFT_OUT if a is None else f'actor {a}' for a in actors]]
+  table = [[header] + [_LEFT_OUT if a is None else f'actor {a}' for a in actors]]
   for row in rows:
     if row is None:
       table.append([_LEFT_OUT])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+import os
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule
-from pax_mpmd.schedules.graph import phases_of_stages, play
-from pax_mpmd.schedules.task import Phase, Task
+from pax_mpmd.schedules.graph import phases_of_stages
+from pax_mpmd.schedules.graph import play
+from pax_mpmd.schedules.task import Phase
+from pax_mpmd.schedules.task import Task
 from pax_mpmd.schedules.validate import checked_tasks
 
 __all__ = ['UNIT_COSTS', 'Costs', 'Simulation', 'cost_function', 'simulate']

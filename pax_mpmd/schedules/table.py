@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import csv
 import dataclasses
 import io
 import os
-from collections.abc import Sequence
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule

@@ -12,15 +12,18 @@ A schedule is valid for M microbatches when
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
+import operator
 from typing import NoReturn
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule
-from pax_mpmd.schedules.graph import dependencies, phases_of_stages, play
+from pax_mpmd.schedules.graph import dependencies
+from pax_mpmd.schedules.graph import phases_of_stages
+from pax_mpmd.schedules.graph import play
 from pax_mpmd.schedules.layout import format_columns
-from pax_mpmd.schedules.task import Phase, Task
+from pax_mpmd.schedules.task import Phase
+from pax_mpmd.schedules.task import Task
 
 __all__ = ['checked_tasks', 'validate']
 
@@ -55,6 +58,12 @@ def checked_tasks(
         f'A schedule must be an instance of pax_mpmd.schedules.Schedule, but is {schedule!r}. '
         'Build one, for example OneFOneB(num_stages=4), or look one up by name with '
         "schedules.get('1f1b', num_stages=4)."
+    )
+  if not isinstance(schedule.num_stages, int) or not isinstance(schedule.num_actors, int):
+    raise errors.ScheduleError(
+        f'{_name(schedule)} has num_stages={schedule.num_stages!r} and num_actors='
+        f'{schedule.num_actors!r}, which must both be whole numbers. A subclass with its own '
+        '__post_init__ must call super().__post_init__().'
     )
   num_microbatches = _num_microbatches(schedule, num_microbatches)
   placement = _placement(schedule)
@@ -258,7 +267,9 @@ def _fail(
 ) -> NoReturn:
   """Raises with the grid of the lists (row = position in the list) around the marks."""
   columns = [[str(task) for task in tasks] for tasks in lists]
-  grid = format_columns(columns, marks, max_rows=_MAX_ROWS, max_actors=_MAX_ACTORS)
+  grid = format_columns(
+      columns, marks, header='place', max_rows=_MAX_ROWS, max_actors=_MAX_ACTORS
+  )
   raise errors.ScheduleError(f'{_name(schedule)}: {what}\n{grid}')
 
 

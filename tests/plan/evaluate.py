@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import random
 
-from pax_mpmd.plan import Free, Plan, Recv, Run, Send
+from pax_mpmd.plan import Free
+from pax_mpmd.plan import Plan
+from pax_mpmd.plan import Recv
+from pax_mpmd.plan import Run
+from pax_mpmd.plan import Send
 
 
 def evaluate_plan(

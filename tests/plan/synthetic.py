@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 
-from pax_mpmd.compile.program import (
-    Aval,
-    Carry,
-    Executable,
-    Leaf,
-    Operand,
-    OperandKind,
-    OuterProgram,
-    Piece,
-    StepProgram,
-    TaskProgram,
-)
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.compile.program import Carry
+from pax_mpmd.compile.program import Executable
+from pax_mpmd.compile.program import Leaf
+from pax_mpmd.compile.program import Operand
+from pax_mpmd.compile.program import OperandKind
+from pax_mpmd.compile.program import OuterProgram
+from pax_mpmd.compile.program import Piece
+from pax_mpmd.compile.program import StepProgram
+from pax_mpmd.compile.program import TaskProgram
 
 PRIME = 2**61 - 1
 Function = Callable[..., tuple[int, ...]]

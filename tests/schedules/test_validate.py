@@ -22,6 +22,14 @@ BASE = ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
 
 
 @dataclasses.dataclass(frozen=True)
+class Forgetful(Schedule):
+  """Does not call the base class."""
+
+  def __post_init__(self):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
 class Lists(Schedule):
   """Returns what it is told to."""
 
@@ -79,7 +87,7 @@ def test_a_schedule_of_the_users_own():
 def test_wrong_tasks(rows, words):
   """A missing, doubled or misplaced task is named and its place marked in the grid."""
   message = refused(lists(*rows), 2, *words)
-  assert 'step  actor 0' in message
+  assert 'place  actor 0' in message
 
 
 def test_order_within_an_actor():
@@ -153,6 +161,8 @@ def test_split_backward():
         (Lists(2, where=(0,)), ['placement()', '2 stages', '1 of them']),
         (Lists(2, where=(0, 2)), ['stage 1 on actor 2', '0 to 1']),
         (Lists(2, where=(1, 1)), ['no stage to actor 0']),
+        (Schedule(2), ['Schedule', 'tasks(self, num_microbatches)']),
+        (Forgetful(2), ['num_actors=None', 'super().__post_init__()']),
         (OneFOneB, ['instance', 'OneFOneB']),
     ],
 )
