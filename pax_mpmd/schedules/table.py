@@ -74,23 +74,18 @@ class FromTable(Schedule):
     super().__post_init__()
 
   def placement(self) -> tuple[int, ...]:
-    """The actor of each stage."""
-    actor_of: dict[int, int] = {}
+    """The actor of each stage: where most of its tasks are, so that `validate` marks the others."""
+    counts = [[0] * self.num_actors for _ in range(self.num_stages)]
     for actor, tasks in enumerate(self.lists):
       for task in tasks:
-        if actor_of.setdefault(task.stage, actor) != actor:
-          raise errors.ScheduleError(
-              f'FromTable: {_origin(self.table)} has tasks of stage {task.stage} on actor '
-              f'{actor_of[task.stage]} and on actor {actor} ({task}). A stage must stay on one '
-              'actor.'
-          )
-    missing = set(range(self.num_stages)) - set(actor_of)
-    if missing:
-      raise errors.ScheduleError(
-          f'FromTable: {_origin(self.table)} has no task of stage {min(missing)}, but tasks of '
-          f'stage {self.num_stages - 1}. Stages are numbered from 0 without gaps.'
-      )
-    return tuple(actor_of[s] for s in range(self.num_stages))
+        counts[task.stage][actor] += 1
+    for stage, on_actor in enumerate(counts):
+      if not any(on_actor):
+        raise errors.ScheduleError(
+            f'FromTable: {_origin(self.table)} has no task of stage {stage}, but tasks of stage '
+            f'{self.num_stages - 1}. Stages are numbered from 0 without gaps.'
+        )
+    return tuple(on_actor.index(max(on_actor)) for on_actor in counts)
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
     """For each actor, its tasks in the order it runs them; see `Schedule.tasks`."""
