@@ -176,6 +176,7 @@ def zero_like_tangent(primal: Any) -> Any:
 
 
 broadcast_in_dim_p = jax.lax.broadcast_in_dim_p
+copy_p = jax.make_jaxpr(jax.numpy.copy)(0.0).jaxpr.eqns[-1].primitive
 
 
 @functools.lru_cache(maxsize=None)
@@ -208,3 +209,13 @@ def physical_dtype(aval: Any) -> Any:
     return _src_core.physical_aval(aval).dtype
   except (AttributeError, TypeError):
     return aval.dtype
+
+
+def lower_to_stablehlo(fn: Callable[..., Any], args: Sequence[Any], donated: Sequence[int]) -> bytes:
+  """Lowers `fn` for one device of the default backend to serialized StableHLO, all args kept."""
+  lowered = jax.jit(fn, keep_unused=True, donate_argnums=tuple(donated)).lower(*args)
+  return _module_to_bytecode(lowered.compiler_ir('stablehlo'))
+
+
+def _module_to_bytecode(module: Any) -> bytes:
+  return mlir.module_to_bytecode(module)

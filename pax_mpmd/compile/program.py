@@ -157,16 +157,12 @@ class Piece:
 class Leaf:
   """One flat argument or result of the step: its whole aval and the pieces that tile it.
 
-  `pieces` of an input that nobody reads may be empty. `constant` is set for a result that
-  depends on nothing; then `pieces` is empty. `forwarded` is set for a result that is simply the
-  argument of that position; then `pieces` is empty too.
+  `pieces` of an input that nobody reads may be empty.
   """
 
   aval: Aval
   pieces: tuple[Piece, ...]
   name: str = ''
-  constant: np.ndarray | None = None
-  forwarded: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

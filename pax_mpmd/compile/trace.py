@@ -68,6 +68,7 @@ def trace_step(step: Callable[..., Any], in_tree: Any, avals: Sequence[Any]) -> 
   jaxpr = inliner.closed(closed)
   jaxpr, _ = jc.dce(jaxpr, [True] * len(jaxpr.outvars))
   _check_marks(jaxpr)
+  jaxpr = _own_results(jaxpr, inliner.constvars)
   consts = dict(zip(inliner.constvars, inliner.consts))
   jaxpr, consts = _drop_unused_consts(jaxpr, consts)
   return TracedStep(jaxpr, tuple(consts), out_tree[-1])
@@ -87,6 +88,20 @@ def _check_marks(jaxpr: Any) -> None:
         'pipeline_yield is called outside the microbatch loop, at'
         f' {jc.source_of(stray[0])}. Call it in the function given to accumulate_grads.'
     )
+
+
+def _own_results(jaxpr: Any, constvars: Sequence[Any]) -> Any:
+  """Gives each result a variable of its own, so that each is a value that can be given away."""
+  taken = set(constvars)
+  eqns, outvars = list(jaxpr.eqns), []
+  for v in jaxpr.outvars:
+    if isinstance(v, jc.Literal) or v in taken:
+      out = jc.new_var(v.aval)
+      eqns.append(jc.new_eqn([v], [out], jc.copy_p, {}))
+      v = out
+    taken.add(v)
+    outvars.append(v)
+  return jc.new_jaxpr(jaxpr.constvars, jaxpr.invars, outvars, eqns)
 
 
 def _drop_unused_consts(jaxpr: Any, consts: dict[Any, Any]) -> tuple[Any, list[Any]]:

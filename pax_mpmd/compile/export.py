@@ -1,0 +1,330 @@
+"""Placed step -> `StepProgram`: every body lowered to StableHLO that another process compiles.
+
+Bodies that are equal up to the names of their variables are lowered once and share a key, so
+equal stages become one program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any, Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pax_mpmd.compile import jax_compat as jc
+from pax_mpmd.compile.partition import CutLoop, TaskBody
+from pax_mpmd.compile.placement import OuterBody, PlacedStep
+from pax_mpmd.compile.program import (
+    Aval,
+    Carry,
+    Executable,
+    Leaf,
+    Operand,
+    OperandKind,
+    OuterProgram,
+    Piece,
+    StepProgram,
+    TaskProgram,
+    ValueId,
+)
+
+
+def aval_of(v: Any) -> Aval:
+  """The Aval of a variable."""
+  return Aval(tuple(map(int, v.aval.shape)), np.dtype(v.aval.dtype).name)
+
+
+class Exporter:
+  """Lowers bodies and numbers values."""
+
+  def __init__(self, constants: dict[Any, Any]):
+    self.constants = constants
+    self.executables: dict[str, Executable] = {}
+    self.values: dict[ValueId, Aval] = {}
+    self._ids: dict[Any, ValueId] = {}
+
+  def value(self, v: Any) -> ValueId:
+    """The number of the step value that variable `v` names."""
+    if v not in self._ids:
+      self._ids[v] = len(self.values)
+      self.values[self._ids[v]] = aval_of(v)
+    return self._ids[v]
+
+  def new_value(self, aval: Aval) -> ValueId:
+    key = len(self.values)
+    self.values[key] = aval
+    return key
+
+  def executable(
+      self,
+      fn: Callable[..., Sequence[Any]],
+      avals: Sequence[Aval],
+      out_avals: Sequence[Aval],
+      donated: Sequence[int],
+      *identity: Any,
+  ) -> str:
+    """Lowers `fn` unless a program with the same `identity` is there already; returns its key."""
+    text = repr((identity, [str(a) for a in avals], tuple(donated)))
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if key not in self.executables:
+      args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+      module = jc.lower_to_stablehlo(fn, args, tuple(donated))
+      self.executables[key] = Executable(
+          key, tuple(avals), tuple(out_avals), tuple(donated), module
+      )
+    return key
+
+  def fingerprint(self, jaxpr: Any) -> str:
+    """A text that is equal for jaxprs equal up to their variables' names."""
+    digest = hashlib.sha256()
+    _fingerprint(jaxpr, digest)
+    for v in jaxpr.constvars:
+      x = np.asarray(self.constants[v])
+      digest.update(f'{x.dtype}{x.shape}'.encode())
+      digest.update(x.tobytes())
+    return digest.hexdigest()
+
+  # -- the microbatch loop ---------------------------------------------------------------------
+
+  def task(self, cut: CutLoop, body: TaskBody, edge_ids: Sequence[ValueId]) -> TaskProgram:
+    """Lowers a task body together with the access to its rows and carries."""
+    jaxpr, kept, consts = self._bind_constants(cut, body)
+    carries = [op.id for op in body.outputs if op.kind is OperandKind.CARRY]
+    rows = [op.kind is OperandKind.STEP and cut.is_batch[op.id] for op in kept]
+    stacked = [c >= cut.num_summed for c in carries]
+    with_index = any(rows) or any(stacked)
+    num_args = len(kept)
+    is_carry = [op.kind is OperandKind.CARRY for op in body.outputs]
+
+    def run(*args):
+      index = args[-1] if with_index else None
+      carried = list(args[num_args : num_args + len(carries)])
+      xs = [
+          jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) if row else x
+          for x, row in zip(args, rows)
+      ]
+      outs = []
+      for x, carry in zip(jc.eval_jaxpr(jaxpr, consts, *xs), is_carry):
+        if not carry:
+          outs.append(x)
+          continue
+        present = carried.pop(0)
+        if stacked[len(carries) - len(carried) - 1]:
+          outs.append(jax.lax.dynamic_update_index_in_dim(present, x, index, 0))
+        else:
+          outs.append(present + x)
+      return outs
+
+    avals = []
+    for op, v, row in zip(kept, jaxpr.invars, rows):
+      aval = aval_of(v)
+      avals.append(Aval((cut.num_microbatches, *aval.shape), aval.dtype) if row else aval)
+    carry_avals = [aval_of(_OfAval(cut.out_avals[c])) for c in carries]
+    inputs = [
+        Operand(OperandKind.EDGE, edge_ids[op.id])
+        if op.kind is OperandKind.EDGE
+        else Operand(OperandKind.STEP, self.value(cut.operands[op.id]))
+        for op in kept
+    ]
+    inputs += [Operand(OperandKind.CARRY, c) for c in carries]
+    avals += carry_avals
+    if with_index:
+      inputs.append(Operand(OperandKind.INDEX))
+      avals.append(Aval((), 'int32'))
+    outputs = [
+        Operand(OperandKind.EDGE, edge_ids[op.id]) if op.kind is OperandKind.EDGE else op
+        for op in body.outputs
+    ]
+    pending = list(carry_avals)
+    out_avals = [pending.pop(0) if c else aval_of(v) for v, c in zip(jaxpr.outvars, is_carry)]
+    key = self.executable(
+        run,
+        avals,
+        out_avals,
+        range(num_args, num_args + len(carries)),
+        'task',
+        self.fingerprint(jaxpr),
+        rows,
+        stacked,
+        is_carry,
+        cut.num_microbatches,
+    )
+    return TaskProgram(body.stage, body.phase, key, tuple(inputs), tuple(outputs))
+
+  def _bind_constants(self, cut: CutLoop, body: TaskBody) -> tuple[Any, list[Operand], list[Any]]:
+    """Turns operands that are constants of the step into constants of the body's jaxpr."""
+    constvars, invars, kept = [], [], []
+    for v, op in zip(body.jaxpr.invars, body.inputs):
+      outer = cut.operands[op.id] if op.kind is OperandKind.STEP else None
+      if outer in self.constants and not cut.is_batch[op.id]:
+        self.constants.setdefault(v, self.constants[outer])
+        constvars.append(v)
+      else:
+        invars.append(v)
+        kept.append(op)
+    jaxpr = jc.new_jaxpr(constvars, invars, body.jaxpr.outvars, body.jaxpr.eqns)
+    return jaxpr, kept, [self.constants[v] for v in constvars]
+
+  # -- prologue and epilogue -------------------------------------------------------------------
+
+  def outer(self, body: OuterBody, name: str, donatable: set[Any]) -> OuterProgram:
+    """Lowers a program of the prologue or epilogue; may take over arguments in `donatable`."""
+    jaxpr = body.jaxpr
+    consts = [self.constants[v] for v in jaxpr.constvars]
+    avals = [aval_of(v) for v in jaxpr.invars]
+    out_avals = [aval_of(v) for v in jaxpr.outvars]
+    spare = list(out_avals)
+    donated = []
+    for i, v in enumerate(jaxpr.invars):
+      if v in donatable and avals[i] in spare:
+        spare.remove(avals[i])
+        donated.append(i)
+
+    def run(*args):
+      return jc.eval_jaxpr(jaxpr, consts, *args)
+
+    key = self.executable(run, avals, out_avals, donated, 'outer', self.fingerprint(jaxpr))
+    return OuterProgram(
+        body.actor,
+        name,
+        key,
+        tuple(self.value(v) for v in jaxpr.invars),
+        tuple(self.value(v) for v in jaxpr.outvars),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfAval:
+  aval: Any
+
+
+def _fingerprint(jaxpr: Any, digest: Any) -> None:
+  numbers: dict[Any, int] = {}
+
+  def name(atom: Any) -> str:
+    if isinstance(atom, jc.Literal):
+      return f'{np.asarray(atom.val)!r}:{atom.aval.str_short()}'
+    if jc.is_drop(atom):
+      return '_'
+    return str(numbers.setdefault(atom, len(numbers)))
+
+  for v in [*jaxpr.constvars, *jaxpr.invars]:
+    digest.update(f'{name(v)}:{v.aval.str_short()};'.encode())
+  for eqn in jaxpr.eqns:
+    digest.update(f'{eqn.primitive.name}({",".join(map(name, eqn.invars))})'.encode())
+    for key in sorted(eqn.params):
+      digest.update(f'{key}='.encode())
+      _fingerprint_param(eqn.params[key], digest)
+    outs = ','.join(f'{name(v)}:{v.aval.str_short()}' for v in eqn.outvars)
+    digest.update(f'->{outs};'.encode())
+  digest.update(','.join(map(name, jaxpr.outvars)).encode())
+
+
+def _fingerprint_param(value: Any, digest: Any) -> None:
+  if type(value) in (tuple, list):
+    for v in value:
+      _fingerprint_param(v, digest)
+      digest.update(b',')
+  elif isinstance(value, jc.ClosedJaxpr):
+    _fingerprint(value.jaxpr, digest)
+    for x in value.consts:
+      digest.update(np.asarray(x).tobytes())
+  elif isinstance(value, jc.Jaxpr):
+    _fingerprint(value, digest)
+  else:
+    digest.update(repr(value).encode())
+
+
+def export(
+    jaxpr: Any,
+    placed: PlacedStep,
+    constants: dict[Any, Any],
+    placement: Sequence[int],
+    num_actors: int,
+    inputs: Sequence[Leaf],
+    outputs: Sequence[Leaf],
+    donated: Sequence[bool],
+) -> StepProgram:
+  """Lowers all bodies of a placed step.
+
+  Args:
+    jaxpr: the step.
+    placed: the same, placed.
+    constants: values of jaxpr.constvars.
+    placement: stage -> actor.
+    num_actors: number of actors.
+    inputs, outputs: the step's leaves; their pieces' values are positions in jaxpr's arguments
+      and results, and their actors are filled in here.
+    donated: per argument of jaxpr whether the caller gives it up.
+  """
+  cut = placed.cut
+  exporter = Exporter(dict(constants))
+  edge_ids = [exporter.new_value(aval_of(_OfAval(a))) for a in cut.edges]
+  tasks = {key: exporter.task(cut, body, edge_ids) for key, body in cut.tasks.items()}
+  carries = tuple(
+      Carry(c, actor, exporter.value(initial), exporter.value(out))
+      for c, (actor, initial, out) in enumerate(
+          zip(placed.carry_actor, placed.carry_initial, cut.outs)
+      )
+  )
+  prologue = tuple(exporter.outer(b, f'prologue.{b.level}', set()) for b in placed.prologue)
+  donatable = _donatable(jaxpr, placed, donated)
+  epilogue = tuple(
+      exporter.outer(b, f'epilogue.{b.level}', donatable[i])
+      for i, b in enumerate(placed.epilogue)
+  )
+
+  def finish(leaf: Leaf, variables, actors) -> Leaf:
+    pieces = tuple(
+        Piece(exporter.value(variables[p.value]), p.start, actors[p.value])
+        for p in leaf.pieces
+        if actors[p.value]
+    )
+    return dataclasses.replace(leaf, pieces=pieces)
+
+  return StepProgram(
+      num_stages=len(placement),
+      num_actors=num_actors,
+      num_microbatches=cut.num_microbatches,
+      placement=tuple(placement),
+      values=exporter.values,
+      executables=exporter.executables,
+      inputs=tuple(finish(x, jaxpr.invars, placed.input_actors) for x in inputs),
+      outputs=tuple(finish(x, jaxpr.outvars, placed.output_actors) for x in outputs),
+      prologue=prologue,
+      tasks=tasks,
+      carries=carries,
+      epilogue=epilogue,
+  )
+
+
+def _donatable(jaxpr: Any, placed: PlacedStep, donated: Sequence[bool]) -> list[set[Any]]:
+  """Per epilogue program the values it is the last to read on its actor, and may overwrite."""
+  results = {v for v in jaxpr.outvars if isinstance(v, jc.Var)}
+  given_up = {v for v, d in zip(jaxpr.invars, donated) if d}
+  holders = dict(zip(jaxpr.invars, placed.input_actors))
+  finals = {
+      v: actor for v, actor in zip(placed.cut.outs, placed.carry_actor) if not jc.is_drop(v)
+  }
+  readers: dict[Any, list[int]] = {}
+  for i, body in enumerate(placed.epilogue):
+    for v in body.jaxpr.invars:
+      readers.setdefault(v, []).append(i)
+  sent = {
+      v
+      for body in placed.prologue
+      for v in body.jaxpr.invars
+      if any(a != body.actor for a in holders.get(v, ()))
+  }
+  out: list[set[Any]] = [set() for _ in placed.epilogue]
+  for v, programs in readers.items():
+    # A value read by one program only, so that no message can still be reading it.
+    if len(programs) != 1 or v in results or v in sent:
+      continue
+    actor = placed.epilogue[programs[0]].actor
+    if v in given_up or finals.get(v) == actor:
+      out[programs[0]].add(v)
+  return out

@@ -1,0 +1,115 @@
+"""The compiler: a step function -> `StepProgram`, by the passes of this package in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Mapping, Sequence
+
+import numpy as np
+
+from pax_mpmd.compile import jax_compat as jc
+from pax_mpmd.compile.classes import Grid
+from pax_mpmd.compile.export import export
+from pax_mpmd.compile.partition import partition
+from pax_mpmd.compile.placement import place
+from pax_mpmd.compile.program import Aval, Leaf, Piece, StepProgram
+from pax_mpmd.compile.shared import delay_shared_sums
+from pax_mpmd.compile.trace import TracedStep, trace_step
+from pax_mpmd.compile.unstack import UnstackedStep, unstack
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+  """A compiled step and what the caller needs around it.
+
+  Attributes:
+    program: what the planner takes.
+    out_tree: the tree structure of the step's result.
+    notes: a line for every place where a slower way had to be taken.
+  """
+
+  program: StepProgram
+  out_tree: Any
+  notes: tuple[str, ...]
+
+
+def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: int,
+                 in_names: Sequence[str], donated: Sequence[bool],
+                 next_value_of: Mapping[int, int]) -> CompiledStep:
+  """Compiles a traced step for a placement.
+
+  Args:
+    traced: the step.
+    placement: stage -> actor.
+    num_actors: number of actors.
+    in_names: per flat argument its name for messages.
+    donated: per flat argument whether the caller gives it up.
+    next_value_of: flat result -> flat argument whose place it takes in the next step.
+
+  Raises:
+    PartitionError: the step can't be cut.
+  """
+  num_stages = len(placement)
+  step = delay_shared_sums(unstack(traced), num_stages)
+  cut = partition(step.jaxpr, num_stages)
+  inputs = _leaves(step.in_grids, [v.aval for v in traced.jaxpr.invars], in_names)
+  outputs = _leaves(step.out_grids, [v.aval for v in traced.jaxpr.outvars], None)
+  placed = place(step.jaxpr, cut, placement, _piece_pairs(step, inputs, outputs, next_value_of))
+  piece_donated = [d for leaf, d in zip(inputs, donated) for _ in leaf.pieces]
+  program = export(
+      step.jaxpr,
+      placed,
+      dict(zip(step.jaxpr.constvars, step.consts)),
+      placement,
+      num_actors,
+      inputs,
+      outputs,
+      piece_donated,
+  )
+  return CompiledStep(program, traced.out_tree, tuple(step.notes) + tuple(placed.notes))
+
+
+def trace(step: Callable[..., Any], in_tree: Any, avals: Sequence[Any]) -> TracedStep:
+  """Traces a step; see `trace.trace_step`."""
+  return trace_step(step, in_tree, avals)
+
+
+def _leaves(
+    grids: Sequence[Grid | None], avals: Sequence[Any], names: Sequence[str] | None
+) -> list[Leaf]:
+  """Leaves whose pieces' values are, for now, positions among the step's pieces."""
+  leaves = []
+  position = 0
+  for i, (grid, aval) in enumerate(zip(grids, avals)):
+    rank = len(aval.shape)
+    starts = [(0,) * rank]
+    if grid is not None:
+      starts = [
+          tuple(a for a, _ in cell) + (0,) * (rank - grid.rank) for cell in grid.cells()
+      ]
+    pieces = tuple(Piece(position + k, start, ()) for k, start in enumerate(starts))
+    position += len(pieces)
+    leaves.append(
+        Leaf(
+            Aval(tuple(map(int, aval.shape)), np.dtype(aval.dtype).name),
+            pieces,
+            name=names[i] if names else '',
+        )
+    )
+  return leaves
+
+
+def _piece_pairs(
+    step: UnstackedStep,
+    inputs: Sequence[Leaf],
+    outputs: Sequence[Leaf],
+    next_value_of: Mapping[int, int],
+) -> dict[int, int]:
+  """`next_value_of` by pieces, where result and argument are split alike."""
+  pairs = {}
+  for out, arg in next_value_of.items():
+    if step.out_grids[out] == step.in_grids[arg]:
+      pairs.update(
+          (y.value, x.value) for y, x in zip(outputs[out].pieces, inputs[arg].pieces)
+      )
+  return pairs
