@@ -4,7 +4,6 @@ PYTHON ?= python3.10
 VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
-LOG_DIR ?= runs/demo
 EXP ?= configs.stdlib_lm.StdlibLm
 
 SHELL := /bin/bash
@@ -55,7 +54,7 @@ $(VENV)/.ready: $(VENV)/.packages pyproject.toml
 
 .PHONY: demo
 demo: env  ## Train a language model on 4 pipeline stages (at most 4 minutes), then sum it up.
-	@EXP=$(EXP) LOG_DIR=$(LOG_DIR) configs/demo.sh
+	@$(BIN)/python -m configs.demo --exp=$(EXP) $(DEMO_ARGS)
 
 .PHONY: test
 test: env  ## Run the unit tests, then the end-to-end tests.
@@ -77,6 +76,6 @@ lock: env  ## Resolve pyproject.toml again into requirements.lock (UPGRADE=--upg
 	  --custom-compile-command 'make lock' $(UPGRADE) --output-file requirements.lock
 
 .PHONY: clean
-clean:  ## Remove what the targets made here, .venv and runs included.
-	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache *.egg-info
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+clean:  ## Remove .venv and caches; what was trained (runs/) stays.
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache *.egg-info
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

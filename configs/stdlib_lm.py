@@ -35,7 +35,7 @@ class StdlibDataset(base_experiment.BaseExperiment):
     """Returns the input of one split; evaluation takes the same rows each time."""
     return pax_fiddle.Config(
         seqio_input.SeqIOInput,
-        name='train' if is_training else 'test',
+        name='stdlib',
         mixture_name=stdlib_task.TASK_NAME,
         split_name='train' if is_training else 'test',
         task_feature_lengths={'targets': self.MAX_SEQ_LEN},

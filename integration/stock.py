@@ -114,14 +114,15 @@ def scalars(job_log_dir: Path, kind: str = 'train') -> dict[str, dict[int, float
 
   Args:
     job_log_dir: the run's folder.
-    kind: 'train' or 'eval', or any other folder below `summaries`; subfolders are read too.
+    kind: a folder below `summaries`: 'train', or 'eval_test_' and the name of a test input.
   """
   import tensorflow as tf
 
   result: dict[str, dict[int, float]] = {}
-  files = sorted((Path(job_log_dir) / 'summaries' / kind).rglob('events.out.tfevents.*'))
+  files = sorted((Path(job_log_dir) / 'summaries' / kind).glob('events.out.tfevents.*'))
   for file in files:
-    for event in tf.compat.v1.train.summary_iterator(str(file)):
+    for record in tf.data.TFRecordDataset(str(file)).as_numpy_iterator():
+      event = tf.compat.v1.Event.FromString(record)
       for value in event.summary.value:
         number = _scalar(tf, value)
         if number is not None:
