@@ -1,0 +1,250 @@
+"""`mpmd_jit`: from a step function to a callable that runs it on actors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any, Callable, Sequence
+
+import jax
+import numpy as np
+
+from pax_mpmd import plan as planning
+from pax_mpmd.compile.program import Leaf, StepProgram
+from pax_mpmd.compile.step import compile_step, trace
+from pax_mpmd.errors import ConfigError
+from pax_mpmd.plan.instructions import Plan
+from pax_mpmd.runtime.arrays import MpmdArray
+from pax_mpmd.runtime.base import Runtime
+from pax_mpmd.runtime.buffers import Buffer
+from pax_mpmd.schedules import Schedule
+
+__all__ = ['MpmdFunction', 'PlannedStep', 'mpmd_jit']
+
+_log = logging.getLogger('pax_mpmd')
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+  """A step compiled and planned for one set of argument shapes.
+
+  Attributes:
+    program: the step cut into programs.
+    plan: the verified plan of every actor.
+    notes: a line for every place where a slower way had to be taken.
+    out_tree: tree structure of the result.
+  """
+
+  program: StepProgram
+  plan: Plan
+  notes: tuple[str, ...]
+  out_tree: Any
+
+
+def mpmd_jit(
+    step: Callable[..., Any],
+    *,
+    schedule: Schedule,
+    runtime: Runtime,
+    donate_argnums: int | Sequence[int] = (),
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> 'MpmdFunction':
+  """Compiles `step` to run on pipeline actors.
+
+  The result is that of `jax.jit(step)`; only where and when things are computed changes.
+
+  Args:
+    step: a function of pytrees of arrays that runs its microbatches through `accumulate_grads`
+      and whose loss function calls `pipeline_yield` between the stages.
+    schedule: which actor runs which stage of which microbatch, in which order.
+    runtime: where the actors live: `LocalRuntime()` or `RayRuntime()`.
+    donate_argnums: positions of arguments the caller gives up, as in `jax.jit`: usually the
+      training state.
+    on_progress: called with (what is being done, how many are done, how many there are) while a
+      step is traced, planned and compiled.
+
+  Returns:
+    A function of the same arguments. Its array results are `MpmdArray`s, whose data stays on the
+    actors until somebody reads it.
+
+  Raises:
+    ConfigError: `schedule` isn't a Schedule, or `donate_argnums` isn't made of positions.
+  """
+  return MpmdFunction(step, schedule, runtime, donate_argnums, on_progress)
+
+
+class MpmdFunction:
+  """What `mpmd_jit` returns."""
+
+  def __init__(self, step, schedule, runtime, donate_argnums, on_progress):
+    if not isinstance(schedule, Schedule):
+      raise ConfigError(
+          f'mpmd_jit: schedule={schedule!r} is a {type(schedule).__name__}; it must be a'
+          ' pax_mpmd.schedules.Schedule, for example OneFOneB(num_stages=4). A name or a .csv file'
+          ' becomes one by pax_mpmd.schedules.get(name, num_stages=4).'
+      )
+    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if any(not isinstance(i, int) or i < 0 for i in donate):
+      raise ConfigError(
+          f'mpmd_jit: donate_argnums={donate_argnums!r} must be positions of arguments, counted'
+          ' from 0.'
+      )
+    functools.update_wrapper(self, step, updated=())
+    self._step = step
+    self._schedule = schedule
+    self._runtime = runtime
+    self._donate = donate
+    self._on_progress = on_progress or (lambda what, done, total: None)
+    self._planned: dict[Any, PlannedStep] = {}
+    self._handles: dict[Any, int] = {}
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    leaves, in_tree, avals = _flatten(args, kwargs)
+    key = _key(in_tree, avals)
+    planned = self._plan(key, in_tree, avals)
+    self._runtime.start(len(planned.plan.actors))
+    handle = self._handles.get(key)
+    if handle is None:
+      handle = self._runtime.load(
+          planned.plan, functools.partial(self._on_progress, 'compiling programs')
+      )
+      self._handles[key] = handle
+    inputs = _scatter(planned, leaves)
+    outputs = self._runtime.run(handle, inputs)
+    del inputs
+    for leaf, given_up in zip(leaves, self._donated(args, kwargs)):
+      if given_up and isinstance(leaf, MpmdArray):
+        leaf.delete()
+    return jax.tree_util.tree_unflatten(
+        planned.out_tree, _gather(planned, outputs, self._runtime)
+    )
+
+  def plan(self, *args: Any, **kwargs: Any) -> PlannedStep:
+    """Compiles and plans for arguments of these shapes, and starts nothing.
+
+    The arguments may be arrays or `jax.ShapeDtypeStruct`s.
+    """
+    _, in_tree, avals = _flatten(args, kwargs)
+    return self._plan(_key(in_tree, avals), in_tree, avals)
+
+  def _plan(self, key: Any, in_tree: Any, avals: Sequence[Any]) -> PlannedStep:
+    planned = self._planned.get(key)
+    if planned is not None:
+      return planned
+    self._on_progress('tracing the step', 0, 1)
+    args, kwargs = jax.tree_util.tree_unflatten(in_tree, list(avals))
+    traced = trace(self._step, in_tree, avals)
+    self._on_progress('planning', 0, 1)
+    names = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+    ]
+    placement = self._schedule.placement()
+    compiled = compile_step(
+        traced,
+        placement=placement,
+        num_actors=self._schedule.num_actors,
+        in_names=names,
+        donated=self._donated(args, kwargs),
+        next_value_of=_next_values(args, traced),
+    )
+    plan = planning.lower(compiled.program, self._schedule)
+    planning.verify(plan)
+    for note in compiled.notes:
+      _log.warning('%s: %s', getattr(self._step, '__name__', 'step'), note)
+    planned = PlannedStep(compiled.program, plan, compiled.notes, compiled.out_tree)
+    self._planned[key] = planned
+    return planned
+
+  def _donated(self, args: Sequence[Any], kwargs: Any) -> list[bool]:
+    flags = []
+    for i, arg in enumerate(args):
+      flags += [i in self._donate] * len(jax.tree_util.tree_leaves(arg))
+    return flags + [False] * len(jax.tree_util.tree_leaves(kwargs))
+
+
+def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, list[jax.ShapeDtypeStruct]]:
+  leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
+  arrays, avals = [], []
+  for leaf in leaves:
+    if not hasattr(leaf, 'shape') or not hasattr(leaf, 'dtype'):
+      leaf = np.asarray(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    arrays.append(leaf)
+    avals.append(jax.ShapeDtypeStruct(tuple(leaf.shape), dtype))
+  return arrays, in_tree, avals
+
+
+def _key(in_tree: Any, avals: Sequence[Any]) -> Any:
+  return in_tree, tuple((a.shape, str(a.dtype)) for a in avals)
+
+
+def _next_values(args: Sequence[Any], traced: Any) -> dict[int, int]:
+  """Pairs results with the arguments they replace: equal trees of equal arrays, in order."""
+  out_avals = [(tuple(v.aval.shape), v.aval.dtype) for v in traced.jaxpr.outvars]
+  outs = jax.tree_util.tree_unflatten(traced.out_tree, list(range(len(out_avals))))
+  candidates = [outs, *outs] if isinstance(outs, (tuple, list)) else [outs]
+  pairs: dict[int, int] = {}
+  position = 0
+  for arg in args:
+    arg_leaves, arg_tree = jax.tree_util.tree_flatten(arg)
+    for candidate in candidates:
+      out_leaves, out_tree = jax.tree_util.tree_flatten(candidate)
+      if out_tree != arg_tree or not out_leaves or out_leaves[0] in pairs:
+        continue
+      if all(
+          out_avals[o] == (tuple(a.shape), a.dtype) for o, a in zip(out_leaves, arg_leaves)
+      ):
+        pairs.update((o, position + k) for k, o in enumerate(out_leaves))
+        break
+    position += len(arg_leaves)
+  return pairs
+
+
+def _scatter(planned: PlannedStep, leaves: Sequence[Any]) -> list[list[np.ndarray | Buffer]]:
+  """Per actor the values of its plan's inputs: buffers that are there, else host arrays."""
+  hosts: dict[int, np.ndarray] = {}
+
+  def value(position: int, piece: int, actor: int) -> np.ndarray | Buffer:
+    leaf = planned.program.inputs[position]
+    array = leaves[position]
+    start = leaf.pieces[piece].start
+    shape = planned.program.values[leaf.pieces[piece].value].shape
+    if isinstance(array, MpmdArray):
+      buffer = array.buffer_on(actor, start, shape)
+      if buffer is not None:
+        return buffer
+      if position not in hosts:
+        _log.info('argument %s is fetched: actor %d needs another part of it', leaf.name, actor)
+    if position not in hosts:
+      hosts[position] = _host(array, leaf)
+    return hosts[position][tuple(slice(a, a + n) for a, n in zip(start, shape))]
+
+  return [
+      [value(position, piece, plan.actor) for position, piece in plan.input_values]
+      for plan in planned.plan.actors
+  ]
+
+
+def _host(array: Any, leaf: Leaf) -> np.ndarray:
+  dtype = np.asarray(array).dtype if leaf.aval.dtype == 'bfloat16' else np.dtype(leaf.aval.dtype)
+  return np.asarray(array, dtype)
+
+
+def _gather(
+    planned: PlannedStep, outputs: Sequence[Sequence[Buffer]], runtime: Runtime
+) -> list[MpmdArray]:
+  """The step's flat results from the buffers that its actors hold."""
+  held: dict[tuple[int, int], list[Buffer]] = {}
+  for plan, buffers in zip(planned.plan.actors, outputs):
+    for key, buffer in zip(plan.output_values, buffers):
+      held.setdefault(key, []).append(buffer)
+  arrays = []
+  for position, leaf in enumerate(planned.program.outputs):
+    pieces = [
+        (piece.start, planned.program.values[piece.value].shape, held[position, k])
+        for k, piece in enumerate(leaf.pieces)
+    ]
+    arrays.append(MpmdArray(leaf.aval, pieces, runtime))
+  return arrays
