@@ -16,10 +16,6 @@ from paxml import trainer_lib
 
 __all__ = ['MpmdPartitioner']
 
-# Builds the distributed step: (function, donate_argnums) -> callable.
-StepBuilder = Callable[..., Callable[..., Any]]
-
-
 class MpmdPartitioner(partitioning.PjitPartitioner):
   """Partitions Pax's train and eval steps over actors.
 
@@ -32,7 +28,7 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
       self,
       task: Any,
       pipeline: transform.PipelineConfig,
-      build_step: StepBuilder,
+      backend: Any,
       *,
       init_is_eval: bool = False,
   ):
@@ -41,7 +37,8 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
     Args:
       task: the task (instance or config), for its mesh.
       pipeline: what `transform.mpmd_task` found in it.
-      build_step: called as build_step(fn, donate_argnums=...), gives what `mpmd_jit` would.
+      backend: a `backend.Backend`, or what has its methods: `build_step(fn, donate_argnums)`,
+        `fetch(tree)` and `close()`.
       init_is_eval: as in Pax.
     """
     devices, needed = jax.local_devices(), pipeline.num_devices
@@ -57,7 +54,7 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
       device_mesh = np.asarray(devices[:1]).reshape([1] * len(task.model.mesh_axis_names))
     super().__init__(init_is_eval, reshard_inputs=False, task=task, device_mesh=device_mesh)
     self._pipeline = pipeline
-    self._build_step = build_step
+    self._backend = backend
     one_device = np.asarray(devices[:1]).reshape([1] * len(self._mesh_names))
     self._actor_mesh = jax.sharding.Mesh(one_device, self._mesh_names)
 
@@ -65,6 +62,19 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
   def pipeline(self) -> transform.PipelineConfig:
     """The pipeline's numbers."""
     return self._pipeline
+
+  @property
+  def backend(self) -> Any:
+    """What runs the steps."""
+    return self._backend
+
+  def fetch(self, tree: Any) -> Any:
+    """The arrays of a tree, wherever they are, as host arrays."""
+    return self._backend.fetch(tree)
+
+  def close(self) -> None:
+    """Stops the actors. The steps can't be called afterwards."""
+    self._backend.close()
 
   def traceable_step(self, step_fn: Any, is_eval: bool) -> Callable[..., Any]:
     """The function (state, prng_key, inputs) -> (state, StepFnOutput) that gets distributed.
@@ -95,14 +105,18 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
 
     return traced
 
+  def build_step(self, step_fn: Any, is_eval: bool) -> Callable[..., Any]:
+    """`mpmd_jit` of `traceable_step`."""
+    return self._backend.build_step(
+        self.traceable_step(step_fn, is_eval), donate_argnums=() if is_eval else (0,)
+    )
+
   def partition(
       self, step_fn: Any, inputs_shape_dtype: Any, is_eval: bool
   ) -> tuple[partitioning.PartitionedStepFn, Any]:
     """Distributes a step function; see Pax's `Partitioner.partition`."""
     logging.info('[pax_mpmd] Building the %s step.', 'eval' if is_eval else 'train')
-    step = self._build_step(
-        self.traceable_step(step_fn, is_eval), donate_argnums=() if is_eval else (0,)
-    )
+    step = self.build_step(step_fn, is_eval)
     specs = trainer_lib.get_input_partition_specs(self._mesh_names, inputs_shape_dtype)
 
     def partitioned(state, prng_key, inputs, static_args=None):

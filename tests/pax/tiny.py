@@ -106,7 +106,7 @@ class Run:
       task_p, pipeline = transform.mpmd_task(task_p)
     self.task = base_hyperparams.instantiate(task_p)
     if mpmd:
-      self.partitioner = partitioner_lib.MpmdPartitioner(self.task, pipeline, _plain_jit)
+      self.partitioner = partitioner_lib.MpmdPartitioner(self.task, pipeline, PlainBackend())
     else:
       mesh = np.asarray(jax.devices()[: pipeline_devices(task_p)]).reshape(
           experiment.ICI_MESH_SHAPE
@@ -140,6 +140,15 @@ def pipeline_devices(task_p: Any) -> int:
   return transform.num_devices(task_p.model.ici_mesh_shape, task_p.model.dcn_mesh_shape)
 
 
-def _plain_jit(fn, donate_argnums=()):
-  del donate_argnums  # the tests look at states again
-  return jax.jit(fn)
+class PlainBackend:
+  """Runs steps under plain `jax.jit`, on the driver."""
+
+  def build_step(self, fn, donate_argnums=()):
+    del donate_argnums  # the tests look at states again
+    return jax.jit(fn)
+
+  def fetch(self, tree):
+    return jax.device_get(tree)
+
+  def close(self):
+    pass

@@ -1,0 +1,57 @@
+"""Trains a Pax experiment; with --mpmd its pipeline runs on long-lived actors.
+
+  python -m pax_mpmd.main --exp=NAME --job_log_dir=DIR           exactly like paxml.main
+  python -m pax_mpmd.main --exp=NAME --job_log_dir=DIR --mpmd    the same experiment through MPMD
+
+With --mpmd:
+  --mpmd_schedule=NAME    gpipe, 1f1b, interleaved_1f1b, or a table: path/to/schedule.csv.
+                          Default: the experiment's SCHEDULE, else 1f1b (interleaved_1f1b with
+                          CIRCULAR_REPEAT > 1).
+  --mpmd_num_actors=N     number of actors. Default: NUM_STAGES.
+  --mpmd_runtime=ray      ray (a process for each actor) or local (threads of this process).
+  --mpmd_dry_run          trace, plan and verify the train step, print it, and start nothing.
+  --mpmd_num_stages=N, --mpmd_num_microbatches=N
+                          for experiments that leave NUM_STAGES or NUM_MICROBATCHES unset.
+
+The experiment must be a pipelined one: NUM_STAGES, NUM_MICROBATCHES or MICROBATCH_SIZE and
+ICI_MESH_SHAPE = [NUM_STAGES, 1, 1, 1]. --exp is the full name of a registered class, such as
+configs.stdlib_lm.StdlibLm; its module is imported. The test split is evaluated every
+EVAL_INTERVAL_STEPS (--noeval_on_test: not). The same command again goes on from the last checkpoint.
+Ctrl-C ends after the step in progress, with a checkpoint.
+
+--helpfull shows Pax's flags too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Sequence
+
+__all__ = ['run']
+
+_MPMD_FLAGS = ('mpmd', 'mpmd_dry_run')
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+  """The command line: `python -m pax_mpmd.main` and the console script `pax-mpmd`.
+
+  Args:
+    argv: the arguments with the program's name first; None means `sys.argv`.
+  """
+  argv = list(sys.argv if argv is None else argv)
+  if any(arg in ('--help', '-help', '-h', '--h') for arg in argv[1:]):
+    print(__doc__.strip())
+    return
+  mpmd = any(arg.lstrip('-').split('=')[0] in _MPMD_FLAGS for arg in argv[1:])
+  if mpmd:
+    # Before anything slow: importing Pax takes a while.
+    print('[   0s] importing Pax', flush=True)
+    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+  from pax_mpmd.pax import launch  # imports Pax
+
+  launch.run(argv, quiet=mpmd)
+
+
+if __name__ == '__main__':
+  run()

@@ -1,0 +1,125 @@
+"""The one distributed backend of an experiment: its schedule, its runtime and the steps on it."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+from typing import Any, Callable
+
+import fiddle as fdl
+import pax_mpmd
+from pax_mpmd import errors
+from pax_mpmd import schedules
+from pax_mpmd.pax import status as status_lib
+from pax_mpmd.pax import transform
+
+__all__ = ['Backend', 'make_runtime', 'make_schedule']
+
+
+def make_schedule(
+    spec: Any, pipeline: transform.PipelineConfig, num_actors: int | None = None
+) -> schedules.Schedule:
+  """Builds the schedule of an experiment.
+
+  Args:
+    spec: None for the default (1F1B, interleaved where actors own several stages), a short name,
+      the path of a .csv table, a `Schedule`, or a Fiddle config of one, whose `num_stages` and
+      `num_actors` may be left out.
+    pipeline: numbers of the experiment's pipeline.
+    num_actors: number of actors; None means one for each pipeline rank.
+
+  Raises:
+    ConfigError, ScheduleError: if there is no such schedule, or it doesn't fit the pipeline.
+  """
+  stages = pipeline.num_stages
+  actors = num_actors or pipeline.num_ranks
+  if spec is None:
+    spec = '1f1b' if stages == actors else 'interleaved_1f1b'
+  if isinstance(spec, fdl.Buildable):
+    spec = copy.copy(spec)  # the experiment's own stays as it is
+    for name, value in (('num_stages', stages), ('num_actors', actors)):
+      if name in spec.__signature_info__.parameters and getattr(spec, name, None) is None:
+        setattr(spec, name, value)
+    spec = fdl.build(spec)
+  if not isinstance(spec, schedules.Schedule):
+    spec = schedules.get(spec, stages, actors)
+  if spec.num_stages != stages:
+    raise errors.ConfigError(
+        f'The schedule {type(spec).__name__} is for {spec.num_stages} stages, but the experiment'
+        f' has {stages} (NUM_STAGES={pipeline.num_ranks} times'
+        f' CIRCULAR_REPEAT={pipeline.circular_repeat}). Give SCHEDULE num_stages={stages}, or leave'
+        ' num_stages out of its Fiddle config.'
+    )
+  return spec
+
+
+def make_runtime(spec: Any) -> Any:
+  """Builds the runtime: None or 'ray', 'local', a runtime, or a Fiddle config of one."""
+  if isinstance(spec, fdl.Buildable):
+    return fdl.build(spec)
+  if spec is None or spec == 'ray':
+    return pax_mpmd.RayRuntime()
+  if spec == 'local':
+    return pax_mpmd.LocalRuntime()
+  if isinstance(spec, str):
+    raise errors.ConfigError(
+        f"There is no runtime named {spec!r}. RUNTIME (--mpmd_runtime) is 'ray', 'local', a runtime"
+        ' object or a Fiddle config of one.'
+    )
+  return spec
+
+
+class Backend:
+  """Builds distributed steps; all steps of an experiment share its actors.
+
+  Attributes:
+    schedule: the schedule of all steps.
+  """
+
+  def __init__(
+      self,
+      schedule: schedules.Schedule,
+      runtime: Any,
+      status: status_lib.Status | None = None,
+  ):
+    """Constructor.
+
+    Args:
+      schedule: see `make_schedule`.
+      runtime: see `make_runtime`; nothing is started before the first step.
+      status: where to say what is being done.
+    """
+    self.schedule = schedule
+    self._status = status or status_lib.status
+    self._spec = runtime
+    self._runtime: Any = None
+
+  def build_step(
+      self, fn: Callable[..., Any], donate_argnums: tuple[int, ...] = ()
+  ) -> Callable[..., Any]:
+    """`mpmd_jit` of a step function with this backend's schedule and runtime."""
+    if self._runtime is None:
+      self._status.capture_logger('pax_mpmd')
+      self._runtime = make_runtime(self._spec)
+      atexit.register(self.close)  # for ways out that don't go through the executor
+    return pax_mpmd.mpmd_jit(
+        fn,
+        schedule=self.schedule,
+        runtime=self._runtime,
+        donate_argnums=donate_argnums,
+        on_progress=self._on_progress,
+    )
+
+  def _on_progress(self, what: str, done: int, total: int) -> None:
+    text = what if total <= 1 else f'{what}: {done} of {total}'
+    self._status.passing(text, last=done == total)
+
+  def fetch(self, tree: Any) -> Any:
+    """The arrays of a tree as host arrays."""
+    return pax_mpmd.device_get(tree)
+
+  def close(self) -> None:
+    """Stops the actors."""
+    if self._runtime is not None:
+      self._runtime.close()
+      atexit.unregister(self.close)

@@ -1,0 +1,217 @@
+"""The command line behind `pax_mpmd.main`: flags, the experiment swapped in, errors as one line."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+from typing import Any, Sequence
+
+from absl import app
+from absl import flags
+from absl import logging
+from fiddle import absl_flags
+import jax
+from pax_mpmd import errors
+from pax_mpmd import schedules
+from pax_mpmd.pax import dry_run
+from pax_mpmd.pax import mixin
+from pax_mpmd.pax import status as status_lib
+from pax_mpmd.pax import transform
+from paxml import experiment_registry
+from paxml import main as paxml_main
+
+__all__ = ['mpmd_experiment', 'run']
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_bool('mpmd', False, 'Run the pipeline of --exp through MPMD, on actors.')
+flags.DEFINE_string(
+    'mpmd_schedule',
+    None,
+    f'Schedule with --mpmd: one of {", ".join(schedules.NAMES)}, or the path of a .csv table.'
+    " Default: the experiment's SCHEDULE, else 1f1b, interleaved_1f1b with CIRCULAR_REPEAT > 1.",
+)
+flags.DEFINE_integer(
+    'mpmd_num_actors', None, 'Number of actors with --mpmd. Default: NUM_STAGES.', lower_bound=1
+)
+flags.DEFINE_integer(
+    'mpmd_num_stages', None, 'NUM_STAGES for an experiment that leaves it unset.', lower_bound=1
+)
+flags.DEFINE_integer(
+    'mpmd_num_microbatches',
+    None,
+    'NUM_MICROBATCHES for an experiment that sets neither it nor MICROBATCH_SIZE.',
+    lower_bound=1,
+)
+flags.DEFINE_enum(
+    'mpmd_runtime', None, ['ray', 'local'], 'Where actors live with --mpmd. Default: ray.'
+)
+flags.DEFINE_bool(
+    'mpmd_dry_run',
+    False,
+    'With --mpmd: trace, plan and verify the train step, print it, and start nothing.',
+)
+
+_DEVICE_COUNT_FLAG = '--xla_force_host_platform_device_count'
+
+
+def run(argv: Sequence[str], quiet: bool) -> None:
+  """Runs the command line; ends the process.
+
+  Args:
+    argv: the arguments with the program's name first.
+    quiet: keep Pax's and JAX's warnings off the terminal, unless --verbosity asks for them.
+  """
+  if quiet:
+    logging.set_verbosity(logging.ERROR)
+  jax.config.config_with_absl()
+  flags.mark_flag_as_required('job_log_dir')
+  app.run(_main, argv=list(argv), flags_parser=absl_flags.flags_parser)
+
+
+def _main(argv: Sequence[str]) -> None:
+  if not FLAGS.mpmd:
+    if FLAGS.mpmd_dry_run:
+      raise app.UsageError('--mpmd_dry_run needs --mpmd.')
+    paxml_main.main(argv)
+    return
+  if not FLAGS['verbosity'].present:
+    logging.set_verbosity(logging.ERROR)
+  try:
+    _run_mpmd(argv)
+  except errors.MpmdError as error:
+    status_lib.status.say(f'{type(error).__name__}: {error}')
+    raise SystemExit(1) from None
+  except KeyboardInterrupt:
+    status_lib.status.say('interrupted')
+    raise SystemExit(130) from None
+
+
+def _run_mpmd(argv: Sequence[str]) -> None:
+  if FLAGS.exp is None:
+    raise app.UsageError('--mpmd needs --exp, the name of a registered experiment.')
+  if FLAGS.mode not in ('train', 'eval'):
+    raise errors.ConfigError(
+        f'--mode={FLAGS.mode} is not supported with --mpmd; it is train or eval. Run it without'
+        ' --mpmd: the checkpoints are the same.'
+    )
+  experiment = mpmd_experiment(
+      find_experiment(FLAGS.exp),
+      schedule=FLAGS.mpmd_schedule,
+      num_actors=FLAGS.mpmd_num_actors,
+      num_stages=FLAGS.mpmd_num_stages,
+      num_microbatches=FLAGS.mpmd_num_microbatches,
+      runtime=FLAGS.mpmd_runtime,
+  )
+  experiment_registry.register(experiment, allow_overwrite=True)
+  transform.check_experiment(experiment)
+  start_backend(experiment, cpu_driver=FLAGS.mpmd_runtime != 'local')
+  if FLAGS.mpmd_dry_run:
+    dry_run.dry_run(experiment())
+    return
+  if not FLAGS['eval_on_test'].present:
+    FLAGS.eval_on_test = True
+  paxml_main.main(argv)
+
+
+def find_experiment(name: str) -> type:
+  """The registered experiment of that name; imports its module if needed.
+
+  Raises:
+    ConfigError: there is none; names similar ones.
+  """
+  found = experiment_registry.get(name)
+  module = name.rpartition('.')[0]
+  if found is None and module:
+    try:
+      importlib.import_module(module)
+    except ModuleNotFoundError as error:
+      if not (error.name and (module + '.').startswith(error.name + '.')):
+        raise  # the experiment's own import is broken
+    found = experiment_registry.get(name)
+  if found is not None:
+    return found
+  known = sorted(experiment_registry.get_all())
+  last = name.rpartition('.')[2]
+  near = [k for k in known if k.rpartition('.')[2].lower() == last.lower()]
+  near += difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+  near = list(dict.fromkeys(near)) or known[:10]
+  hint = f' Similar ones: {", ".join(near)}.' if near else ''
+  raise errors.ConfigError(
+      f'--exp={name}: there is no registered experiment of this name.{hint} Give the full name,'
+      ' module.Class, of a class with @experiment_registry.register, importable from here.'
+  )
+
+
+def mpmd_experiment(
+    experiment: type,
+    schedule: Any = None,
+    num_actors: int | None = None,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    runtime: Any = None,
+) -> type:
+  """A subclass of an experiment, of the same name, that runs through MPMD.
+
+  Args:
+    experiment: a Pax experiment class, with the mixin or without.
+    schedule: overrides SCHEDULE if not None; so do num_actors and runtime.
+    num_actors: overrides NUM_ACTORS.
+    num_stages: NUM_STAGES where the experiment has none.
+    num_microbatches: NUM_MICROBATCHES where the experiment says neither that nor a size.
+    runtime: overrides RUNTIME.
+
+  Raises:
+    ConfigError: a number was given that the experiment sets already, to another value.
+  """
+  fields = {'SCHEDULE': schedule, 'NUM_ACTORS': num_actors, 'RUNTIME': runtime}
+  fields = {name: value for name, value in fields.items() if value is not None}
+  for name, value, flag in (
+      ('NUM_STAGES', num_stages, '--mpmd_num_stages'),
+      ('NUM_MICROBATCHES', num_microbatches, '--mpmd_num_microbatches'),
+  ):
+    old = getattr(experiment, name, None)
+    if value is None or value == old:
+      continue
+    if old is not None or not hasattr(experiment, name):
+      raise errors.ConfigError(
+          f'{flag}={value}: the experiment {experiment.__name__} has {name}={old}; the flag is for'
+          f' experiments that declare {name} and leave it None. Leave the flag out, or set {name}'
+          ' in a subclass.'
+      )
+    fields[name] = value
+  bases = (experiment,)
+  if not issubclass(experiment, mixin.MpmdPipelineMixin):
+    bases = (mixin.MpmdPipelineMixin, experiment)
+  fields.update(__module__=experiment.__module__, __doc__=experiment.__doc__)
+  return type(experiment.__name__, bases, fields)
+
+
+def start_backend(experiment: type, cpu_driver: bool = True) -> None:
+  """Starts JAX on the driver with as many devices as the experiment's mesh has.
+
+  Experiments compute their batch from the number of devices, and JAX fixes that number when it
+  starts, so this has to happen before anything starts it.
+
+  Args:
+    experiment: the experiment's class.
+    cpu_driver: whether the driver computes on the CPU: it leaves accelerators to the actors.
+  """
+  needed = transform.num_devices(
+      getattr(experiment, 'ICI_MESH_SHAPE', None), getattr(experiment, 'DCN_MESH_SHAPE', None)
+  )
+  before = os.environ.get('XLA_FLAGS')
+  if not re.search(_DEVICE_COUNT_FLAG, before or ''):
+    os.environ['XLA_FLAGS'] = f'{before or ""} {_DEVICE_COUNT_FLAG}={needed}'.strip()
+  if cpu_driver and not os.environ.get('JAX_PLATFORMS'):
+    jax.config.update('jax_platforms', 'cpu')
+  try:
+    jax.local_device_count()
+  finally:
+    # For this process only: an actor has its own number of devices.
+    if before is None:
+      del os.environ['XLA_FLAGS']
+    else:
+      os.environ['XLA_FLAGS'] = before

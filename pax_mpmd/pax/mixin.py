@@ -1,0 +1,106 @@
+"""The mixin that makes a pipelined Pax experiment run through MPMD."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator
+from unittest import mock
+
+import jax
+from pax_mpmd.pax import backend as backend_lib
+from pax_mpmd.pax import executor as executor_lib
+from pax_mpmd.pax import partitioner as partitioner_lib
+from pax_mpmd.pax import status as status_lib
+from pax_mpmd.pax import transform
+from paxml import base_experiment
+
+__all__ = ['MpmdPipelineMixin']
+
+
+class MpmdPipelineMixin(base_experiment.BaseExperiment):
+  """Put first among the bases of a pipelined experiment, it runs that on pipeline actors:
+
+      @experiment_registry.register
+      class MyMpmdLm(MpmdPipelineMixin, MyPipelinedLm):
+        SCHEDULE = '1f1b'
+
+  The experiment then trains under `python -m paxml.main` and `python -m pax_mpmd.main` alike.
+
+  Attributes:
+    SCHEDULE: a short name ('gpipe', '1f1b', 'interleaved_1f1b'), the path of a .csv table, a
+      `pax_mpmd.schedules.Schedule` or a Fiddle config of one; `num_stages` and `num_actors` may be
+      left out of it. None: 1F1B, interleaved 1F1B with CIRCULAR_REPEAT > 1.
+    NUM_ACTORS: number of actors; None: one for each pipeline rank (NUM_STAGES).
+    RUNTIME: 'ray', 'local' (threads of the driver), a runtime or a Fiddle config of one. None: Ray.
+  """
+
+  SCHEDULE: Any = None
+  NUM_ACTORS: int | None = None
+  RUNTIME: Any = None
+
+  def task(self) -> Any:
+    """The task's config with the MPMD pipeline layer in it.
+
+    Raises:
+      ConfigError: if the experiment can't run through MPMD; names the field.
+    """
+    transform.check_experiment(self)
+    task, _ = transform.mpmd_task(super().task())
+    return task
+
+  def mpmd_pipeline(self) -> transform.PipelineConfig:
+    """The numbers of the experiment's pipeline."""
+    task = self.task()
+    return transform.check(task, transform.find_pipeline(task))
+
+  def mpmd_backend(self) -> backend_lib.Backend:
+    """A backend with the experiment's schedule and runtime; starts nothing."""
+    pipeline = self.mpmd_pipeline()
+    schedule = backend_lib.make_schedule(self.SCHEDULE, pipeline, self.NUM_ACTORS)
+    return backend_lib.Backend(schedule, self.RUNTIME)
+
+  def partitioner(self) -> partitioner_lib.MpmdPartitioner:
+    """The partitioner that distributes the steps."""
+    backend = self.mpmd_backend()
+    pipeline = self.mpmd_pipeline()
+    schedule = backend.schedule
+    status_lib.status.say(
+        f'{pipeline.num_stages} stages on {schedule.num_actors} actors,'
+        f' schedule {type(schedule).__name__}; reading the data set'
+    )
+    return partitioner_lib.MpmdPartitioner(self.task(), pipeline, backend)
+
+  def executor(self) -> executor_lib.MpmdExecutor:
+    """Pax's train loop with progress, clean ends and gathered checkpoints."""
+    return executor_lib.MpmdExecutor()
+
+  def datasets(self) -> Any:
+    with self._devices_of_the_pipeline():
+      return super().datasets()
+
+  def train_datasets(self) -> Any:
+    with self._devices_of_the_pipeline():
+      return super().train_datasets()
+
+  def eval_datasets(self) -> Any:
+    with self._devices_of_the_pipeline():
+      return super().eval_datasets()
+
+  @contextlib.contextmanager
+  def _devices_of_the_pipeline(self) -> Iterator[None]:
+    """Lets the data sets see as many devices as the whole pipeline has.
+
+    Experiments compute their batch from `jax.local_device_count()`. Under `pax_mpmd.main` the
+    driver has that many virtual devices; under `paxml.main` JAX has started before the experiment
+    was looked at, and has one.
+    """
+    needed = transform.num_devices(
+        getattr(self, 'ICI_MESH_SHAPE', None), getattr(self, 'DCN_MESH_SHAPE', None)
+    )
+    if jax.local_device_count() >= needed:
+      yield
+      return
+    with mock.patch.object(jax, 'local_device_count', lambda: needed), mock.patch.object(
+        jax, 'device_count', lambda: needed
+    ):
+      yield
