@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import time
 import traceback
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from pax_mpmd.compile.program import Aval, Executable
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.compile.program import Executable
 from pax_mpmd.plan.instructions import ActorPlan
 from pax_mpmd.runtime import xla
-from pax_mpmd.runtime.channels import ChannelClosed, Transport
+from pax_mpmd.runtime.channels import ChannelClosed
+from pax_mpmd.runtime.channels import Transport
 from pax_mpmd.runtime.executables import ExecutableCache
-from pax_mpmd.runtime.failure import Failure, FailureKind, StepFailed
-from pax_mpmd.runtime.interpreter import PreparedPlan, Progress, prepare
+from pax_mpmd.runtime.failure import Failure
+from pax_mpmd.runtime.failure import FailureKind
+from pax_mpmd.runtime.failure import StepFailed
+from pax_mpmd.runtime.interpreter import prepare
+from pax_mpmd.runtime.interpreter import PreparedPlan
+from pax_mpmd.runtime.interpreter import Progress
 
 __all__ = ['Actor', 'Part']
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -85,7 +86,7 @@ class MpmdArray:
     ((_, _, buffers),) = self._pieces
     return self._runtime.fetch(list(buffers))
 
-  def block_until_ready(self) -> 'MpmdArray':
+  def block_until_ready(self) -> MpmdArray:
     """Waits until the array has been made.
 
     Raises:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Callable, Protocol, Sequence, Union
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class Runtime(Protocol):
     """
 
   def run(
-      self, handle: int, inputs: Sequence[Sequence[Union[np.ndarray, Buffer]]]
+      self, handle: int, inputs: Sequence[Sequence[np.ndarray | Buffer]]
   ) -> list[list[Buffer]]:
     """Starts one step and returns at once.
 

@@ -6,7 +6,8 @@ comes next, so a message carries its label and sizes only to find our own faults
 
 from __future__ import annotations
 
-from typing import Protocol, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from pax_mpmd.compile.program import Aval
 from pax_mpmd.runtime import xla

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import abc
 import collections
+from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
 import itertools
 import threading
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from pax_mpmd.compile.program import Aval
-from pax_mpmd.errors import ActorError, ConfigError, MpmdError
+from pax_mpmd.errors import ActorError
+from pax_mpmd.errors import ConfigError
+from pax_mpmd.errors import MpmdError
 from pax_mpmd.plan.instructions import Plan
-from pax_mpmd.runtime import interpreter, xla
+from pax_mpmd.runtime import interpreter
+from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.buffers import Buffer
-from pax_mpmd.runtime.failure import Failure, FailureKind, primary
+from pax_mpmd.runtime.failure import Failure
+from pax_mpmd.runtime.failure import FailureKind
+from pax_mpmd.runtime.failure import primary
 
 __all__ = ['Driver']
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import os
 import threading
-from typing import Callable, Mapping, Sequence
 
 from pax_mpmd.compile.program import Executable
 from pax_mpmd.runtime import xla

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 import dataclasses
 import enum
-from typing import Iterable
 
 from pax_mpmd.errors import ActorError
 

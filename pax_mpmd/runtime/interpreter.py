@@ -9,21 +9,30 @@ sent before first waits until the channel no longer reads it.
 
 from __future__ import annotations
 
-import array
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 import dataclasses
 import operator
 import time
 import traceback
-from typing import Any, Callable, Mapping, MutableSequence, Sequence
+from typing import Any
 
 import numpy as np
 
 from pax_mpmd.compile.program import Executable
-from pax_mpmd.plan.instructions import ActorPlan, Free, Instruction, Plan, Recv, Run, Send
+from pax_mpmd.plan.instructions import ActorPlan
+from pax_mpmd.plan.instructions import Free
+from pax_mpmd.plan.instructions import Instruction
+from pax_mpmd.plan.instructions import Plan
+from pax_mpmd.plan.instructions import Recv
+from pax_mpmd.plan.instructions import Run
+from pax_mpmd.plan.instructions import Send
 from pax_mpmd.runtime import xla
-from pax_mpmd.runtime.channels import ChannelClosed, Transport
+from pax_mpmd.runtime.channels import ChannelClosed
+from pax_mpmd.runtime.channels import Transport
 from pax_mpmd.runtime.executables import CompiledProgram
-from pax_mpmd.runtime.failure import Failure, FailureKind, StepFailed
+from pax_mpmd.runtime.failure import Failure
+from pax_mpmd.runtime.failure import FailureKind
+from pax_mpmd.runtime.failure import StepFailed
 
 __all__ = [
     'PreparedPlan',
@@ -69,7 +78,7 @@ class Progress:
   """
 
   def __init__(self, words: MutableSequence[int] | None = None):
-    self.words = words if words is not None else array.array('q', [0, 0, -1])
+    self.words = words if words is not None else [0, 0, -1]
     self.at: tuple[int, int, float, str] = (-1, -1, time.monotonic(), '')
     self.longest = 0.0
     self.steps = 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import queue
 import threading
+from typing import Any
 import weakref
-from typing import Any, Callable, Sequence
 
 from pax_mpmd.errors import ConfigError
 from pax_mpmd.runtime import xla
@@ -13,7 +14,8 @@ from pax_mpmd.runtime.actor import Actor
 from pax_mpmd.runtime.driver import Driver
 from pax_mpmd.runtime.executables import ExecutableCache
 from pax_mpmd.runtime.failure import Failure
-from pax_mpmd.runtime.local_channel import LocalHub, LocalTransport
+from pax_mpmd.runtime.local_channel import LocalHub
+from pax_mpmd.runtime.local_channel import LocalTransport
 
 __all__ = ['LocalRuntime']
 

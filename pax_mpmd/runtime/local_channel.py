@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 import threading
-from typing import Sequence
 
 from pax_mpmd.compile.program import Aval
 from pax_mpmd.runtime import xla

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import mmap
 import os
 import signal
 import time
-from typing import Sequence
 
-__all__ = ['Process', 'end_all']
+__all__ = ['Process', 'descendants', 'end_all']
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -39,6 +39,14 @@ class Process:
     stat = _stat(self.pid)
     return stat is not None and stat[0] not in 'ZX' and stat[19] == self.start_time
 
+  def command(self) -> str:
+    """Its command line; empty if it is gone."""
+    try:
+      with open(f'/proc/{self.pid}/cmdline') as file:
+        return file.read().replace('\0', ' ')
+    except OSError:
+      return ''
+
   def kill(self) -> None:
     if self.alive():
       try:
@@ -53,6 +61,19 @@ class Process:
         return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)).cast('q')
     except OSError:
       return None
+
+
+def descendants(pid: int) -> list[Process]:
+  """The processes below one, as far as the kernel tells."""
+  children: list[int] = []
+  try:
+    for thread in os.listdir(f'/proc/{pid}/task'):
+      with open(f'/proc/{pid}/task/{thread}/children') as file:
+        children += [int(word) for word in file.read().split()]
+  except OSError:
+    pass  # a thread or the process ended meanwhile, or the kernel keeps no such list
+  below = [process for child in children for process in descendants(child)]
+  return [Process.running(child) for child in children] + below
 
 
 def end_all(processes: Sequence[Process], grace_s: float, timeout_s: float) -> list[Process]:

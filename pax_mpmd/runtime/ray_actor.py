@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import mmap
 import os
+import signal
 import socket
-from typing import Any, Sequence
+import threading
+import time
+from typing import Any
 
-from pax_mpmd.runtime import versions, xla
+from pax_mpmd.runtime import versions
+from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.actor import Actor
 from pax_mpmd.runtime.executables import ExecutableCache
 from pax_mpmd.runtime.interpreter import Progress
+from pax_mpmd.runtime.processes import Process
 from pax_mpmd.runtime.shm_channel import ShmTransport
 
 __all__ = ['RayActor', 'host_id']
 
 PROGRESS_WORDS = 3
+_ORPHAN_CHECK_S = 0.5
 
 
 def host_id() -> str:
@@ -25,6 +32,14 @@ def host_id() -> str:
   return f'{socket.gethostname()}/{boot}/{os.readlink("/proc/self/ns/net")}'
 
 
+def _end_with(driver: Process, companions: Sequence[Process]) -> None:
+  while driver.alive():
+    time.sleep(_ORPHAN_CHECK_S)
+  for process in companions:
+    process.kill()
+  os.kill(os.getpid(), signal.SIGKILL)
+
+
 class RayActor:
   """One pipeline rank.
 
@@ -32,9 +47,24 @@ class RayActor:
     rank: the pipeline rank.
     run_id: names the run's sockets.
     secret: what the run's processes prove to each other.
+    driver: the driver's process; this one ends with it.
+    companions: processes that this one then ends too.
   """
 
-  def __init__(self, rank: int, run_id: str, secret: bytes):
+  def __init__(
+      self,
+      rank: int,
+      run_id: str,
+      secret: bytes,
+      driver: Process,
+      companions: Sequence[Process],
+  ):
+    # Ray ends the actors of a driver that died, but waits for what they are doing (a program that
+    # runs long, a message that will never come), and its own helpers notice only after a minute.
+    if driver.alive():  # else it is on another host, or invisible from here
+      threading.Thread(
+          target=_end_with, args=(driver, companions), name='mpmd-orphan', daemon=True
+      ).start()
     self._rank = rank
     self._run_id = run_id
     self._secret = secret

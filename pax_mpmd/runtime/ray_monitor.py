@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import time
-from typing import Any, Sequence
+from typing import Any
 
-from pax_mpmd.runtime.failure import Failure, FailureKind
+from pax_mpmd.runtime.failure import Failure
+from pax_mpmd.runtime.failure import FailureKind
 
 __all__ = ['Limits', 'Watch']
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 import dataclasses
 import logging
 import threading
+from typing import Any
 import weakref
-from typing import Any, Callable, Mapping
 
 from pax_mpmd.errors import ConfigError
 from pax_mpmd.runtime.driver import Driver
-from pax_mpmd.runtime.failure import Failure, FailureKind
-from pax_mpmd.runtime.interpreter import instruction_text, stage_of
-from pax_mpmd.runtime.ray_monitor import Limits, Watch, place
-from pax_mpmd.runtime.ray_session import RaySession, worker_environment
+from pax_mpmd.runtime.failure import Failure
+from pax_mpmd.runtime.failure import FailureKind
+from pax_mpmd.runtime.interpreter import instruction_text
+from pax_mpmd.runtime.interpreter import stage_of
+from pax_mpmd.runtime.ray_monitor import Limits
+from pax_mpmd.runtime.ray_monitor import place
+from pax_mpmd.runtime.ray_monitor import Watch
+from pax_mpmd.runtime.ray_session import RaySession
+from pax_mpmd.runtime.ray_session import worker_environment
 
 __all__ = ['RayRuntime']
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 import logging
+import math
 import os
 import secrets
 import subprocess
 import sys
 import threading
+from typing import Any
 import uuid
-from typing import Any, Callable, Mapping
+import warnings
 
 import jax
 
 import pax_mpmd
-from pax_mpmd.errors import ActorError, ConfigError
+from pax_mpmd.errors import ActorError
+from pax_mpmd.errors import ConfigError
 from pax_mpmd.runtime import versions
-from pax_mpmd.runtime.processes import Process, end_all
-from pax_mpmd.runtime.ray_actor import RayActor, host_id
+from pax_mpmd.runtime.processes import descendants
+from pax_mpmd.runtime.processes import end_all
+from pax_mpmd.runtime.processes import Process
+from pax_mpmd.runtime.ray_actor import host_id
+from pax_mpmd.runtime.ray_actor import RayActor
 
 __all__ = ['RaySession', 'worker_environment']
 
@@ -129,20 +136,24 @@ class RaySession:
         'logging_level': logging.ERROR,
         'configure_logging': False,
     }
-    if address and address != 'local':
-      self._log(f'Joining Ray at {address}')
-      ray.init(address=address, **quiet)
-    else:
-      self._log('Starting Ray on this host')
-      ray.init(
-          address='local',  # never a Ray that somebody else happens to run here
-          # Only what will be booked: Ray starts that many idle workers in advance.
-          num_cpus=-(-int(num_actors * self._num_cpus * 1000) // 1000),
-          include_dashboard=False,
-          # Steps' inputs and fetched results only; activations never come here.
-          object_store_memory=_OBJECT_STORE_BYTES,
-          **quiet,
-      )
+    with warnings.catch_warnings():
+      # JAX warns of every fork; Ray's processes exec at once, so it does no harm.
+      warnings.filterwarnings('ignore', r'os\.fork\(\) was called', RuntimeWarning)
+      if address and address != 'local':
+        self._log(f'Joining Ray at {address}')
+        ray.init(address=address, **quiet)
+      else:
+        self._log('Starting Ray on this host')
+        ray.init(
+            address='local',  # never a Ray that somebody else happens to run here
+            # Only what will be booked: Ray starts that many idle workers in advance.
+            num_cpus=math.ceil(num_actors * self._num_cpus),
+            num_gpus=math.ceil(num_actors * self._num_gpus),
+            include_dashboard=False,
+            # Steps' inputs and fetched results only; activations never come here.
+            object_store_memory=_OBJECT_STORE_BYTES,
+            **quiet,
+        )
     _num_users = 1
     self._owns_ray = True
 
@@ -154,6 +165,14 @@ class RaySession:
     here = ray.get_runtime_context().get_node_id()
     # Two threads for control: a ping must be answered while a step runs in the default group's one.
     remote_class = ray.remote(concurrency_groups={'control': 2})(RayActor)
+    driver = Process.running(os.getpid())
+    # Of a Ray that is ours, what remains when this process is killed and takes the rest along.
+    raylet_children = 'ray/dashboard/agent.py', 'ray/_private/runtime_env/agent/main.py'
+    companions = [
+        process
+        for process in (descendants(driver.pid) if self._owns_ray else ())
+        if any(path in process.command() for path in raylet_children)
+    ]
     run_id = uuid.uuid4().hex
     secret = secrets.token_bytes(32)
     refs = []
@@ -166,29 +185,38 @@ class RaySession:
           runtime_env={'env_vars': self._env},
           # The channels are shared memory, so all actors are on the driver's own host.
           scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
-      ).remote(rank, run_id, secret)
+      ).remote(rank, run_id, secret, driver, companions)
       self.handles.append(handle)
       refs.append(handle.hello.remote(versions.versions()))
-    ready, missing = ray.wait(
+    _, missing = ray.wait(
         refs, num_returns=num_actors, timeout=self._start_timeout_s, fetch_local=True
     )
     if missing:
       ranks = [rank for rank, ref in enumerate(refs) if ref in missing]
-      raise ConfigError(
+      raise self._no_room(
           f'Actors {ranks} of {num_actors} did not start within {self._start_timeout_s} s '
-          f'(RayRuntime.start_timeout_s). Each asks Ray for {self._num_cpus} CPUs and '
-          f'{self._num_gpus} GPUs (num_cpus_per_actor, num_gpus_per_actor); Ray has '
-          f'{ray.available_resources()} free on all nodes. Ask for less, or start Ray with more.'
+          '(RayRuntime.start_timeout_s)'
       )
     for rank, ref in enumerate(refs):
       try:
         reply = ray.get(ref)
+      except ray.exceptions.ActorUnschedulableError as error:
+        raise self._no_room(f'Ray has no room for actor {rank} of {num_actors}') from error
       except ray.exceptions.RayError as error:
         raise self._start_error(rank, error) from error
       self._check_reply(rank, reply)
       process = Process.running(reply['pid'])
       self.processes.append(process)
       self.progress.append(process.map_shared(reply['progress_fd']))
+
+  def _no_room(self, what: str) -> ConfigError:
+    import ray
+
+    return ConfigError(
+        f'{what}. Each actor asks for {self._num_cpus} CPUs and {self._num_gpus} GPUs of this host '
+        '(RayRuntime.num_cpus_per_actor, num_gpus_per_actor); Ray has '
+        f'{ray.available_resources()} free. Ask for less, or start Ray with more.'
+    )
 
   def _check_reply(self, rank: int, reply: Mapping[str, Any]) -> None:
     differences = versions.differences(versions.versions(), reply['versions'])
@@ -204,7 +232,7 @@ class RaySession:
       )
 
   def _start_error(self, rank: int, error: Exception) -> ActorError:
-    """Finds out why a worker died before it answered: the same start again, where it can be seen."""
+    """Why a worker died before it answered: the same start again, where it can be seen."""
     env = {**os.environ, **self._env}
     try:
       trial = subprocess.run(

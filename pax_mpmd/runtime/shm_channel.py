@@ -8,6 +8,7 @@ buffer into the ring, one from there into memory of the receiver's own, which it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import hmac
 import os
 import queue
@@ -16,14 +17,16 @@ import struct
 import threading
 import time
 import zlib
-from typing import Sequence
 
 import numpy as np
 
 from pax_mpmd.compile.program import Aval
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
-from pax_mpmd.runtime.shm_ring import RingClosed, RingReader, RingWriter, create_ring
+from pax_mpmd.runtime.shm_ring import create_ring
+from pax_mpmd.runtime.shm_ring import RingClosed
+from pax_mpmd.runtime.shm_ring import RingReader
+from pax_mpmd.runtime.shm_ring import RingWriter
 
 __all__ = ['ShmTransport']
 

@@ -6,7 +6,8 @@ JAX does a thing differently, both ways are tried here and nowhere else.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ def local_devices() -> list[Device]:
 
 
 def is_cpu(device: Device) -> bool:
+  """Whether its memory is this process's own."""
   return device.platform == 'cpu'
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import hashlib
 import io
-from typing import Callable, Sequence
 
 import jax
 import numpy as np
 
-from pax_mpmd.compile.program import Aval, Executable
-from pax_mpmd.plan.instructions import ActorPlan, Free, Instruction, Plan, Recv, Run, Send
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.compile.program import Executable
+from pax_mpmd.plan.instructions import ActorPlan
+from pax_mpmd.plan.instructions import Free
+from pax_mpmd.plan.instructions import Instruction
+from pax_mpmd.plan.instructions import Plan
+from pax_mpmd.plan.instructions import Recv
+from pax_mpmd.plan.instructions import Run
+from pax_mpmd.plan.instructions import Send
 
 
 def executable(fn: Callable, avals: Sequence[Aval], donated: tuple[int, ...] = ()) -> Executable:
@@ -157,5 +164,25 @@ def training_plan() -> Plan:
     b.input('w', F32).recv(0, '0F0', h=F32)
     b.run(update, 'w h', 'w2 loss', '1F0', 1).free('h')
     return ['', 'w2 loss']
+
+  return build(2, write)
+
+
+def waiting_plan() -> Plan:
+  """Actor 0 sends x to actor 1, which counts up to n (for ever if n is inf) and sends back."""
+  scalar = Aval((), 'float32')
+
+  def count(x, n):
+    return jax.lax.while_loop(lambda c: c < n, lambda c: c + 1, x)
+
+  program = executable(count, [scalar, scalar])
+  copy = executable(lambda x: x * 1, [scalar])
+
+  def write(a, b):
+    a.input('x', scalar).run(copy, 'x', 'y', '0F0', 0).send(1, 'y', '0F0')
+    a.recv(1, '1F0', z=scalar).run(copy, 'z', 'w', '0B0', 0)
+    b.input('n', scalar).recv(0, '0F0', y=scalar)
+    b.run(program, 'y n', 'z', '1F0', 1).send(0, 'z', '1F0')
+    return ['w', '']
 
   return build(2, write)

@@ -9,10 +9,14 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.runtime import plans
-from pax_mpmd.compile.program import Aval, Executable
-from pax_mpmd.errors import ActorError, ConfigError, MpmdError
+
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.compile.program import Executable
+from pax_mpmd.errors import ActorError
+from pax_mpmd.errors import ConfigError
+from pax_mpmd.errors import MpmdError
 from pax_mpmd.runtime.local import LocalRuntime
+from tests.runtime import plans
 
 
 def _array(seed: int, aval: Aval = plans.F32) -> np.ndarray:
@@ -169,7 +173,7 @@ def test_a_program_that_does_not_compile():
 
   runtime = LocalRuntime()
   runtime.start(1)
-  with pytest.raises(ActorError, match='program bad key .* does not compile') as error:
+  with pytest.raises(ActorError, match=r'program bad key .* does not compile') as error:
     runtime.load(plans.build(1, write))
   assert error.value.actor == 0
 
