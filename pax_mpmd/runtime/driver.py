@@ -165,6 +165,7 @@ class Driver(abc.ABC):
       loaded = self._plans[handle]
       step = self._num_steps
       self._num_steps += 1
+      inputs = [self._put_if_large(actor, values) for actor, values in enumerate(inputs)]
       # Checked and packed for all actors before the first message: half a step can't be undone.
       packed = [self._pack(a, loaded, values) for a, values in enumerate(inputs)]
       assert len(packed) == self._num_actors, (len(packed), self._num_actors)
@@ -284,6 +285,14 @@ class Driver(abc.ABC):
         )
         packed.append(value)
     return packed
+
+  def _put_if_large(self, actor: int, values: Sequence) -> Sequence[np.ndarray | Buffer]:
+    """Sends arrays ahead, in parts, where one message would be too large: a first state, say."""
+    arrays = {i: np.asarray(v) for i, v in enumerate(values) if not isinstance(v, Buffer)}
+    if sum(array.nbytes for array in arrays.values()) <= _MESSAGE_BYTES:
+      return values
+    buffers = dict(zip(arrays, self.put(actor, list(arrays.values()))))
+    return [buffers.get(i, value) for i, value in enumerate(values)]
 
   def _call(self, actor: int, method: str, *args: Any) -> Future:
     """Sends one message. The future gives the result, or raises the run's one ActorError."""
