@@ -15,6 +15,7 @@ from pax_mpmd.compile.program import Executable
 from pax_mpmd.errors import ActorError
 from pax_mpmd.errors import ConfigError
 from pax_mpmd.errors import MpmdError
+from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.local import LocalRuntime
 from tests.runtime import plans
 
@@ -24,10 +25,12 @@ def _array(seed: int, aval: Aval = plans.F32) -> np.ndarray:
 
 
 @pytest.mark.parametrize('capacity', [None, 0, 1, 2])
-def test_opposite_orders(capacity):
+@pytest.mark.parametrize('num_devices', [1, None])
+def test_opposite_orders(capacity, num_devices):
   """Three actors that use messages in other orders than they come give numpy's result."""
   x = [_array(i) for i in range(3)]
-  with LocalRuntime(channel_capacity=capacity) as runtime:
+  devices = xla.local_devices()[:num_devices]
+  with LocalRuntime(devices=devices, channel_capacity=capacity) as runtime:
     runtime.start(3)
     handle = runtime.load(plans.opposite_orders_plan())
     for _ in range(3):
@@ -180,8 +183,6 @@ def test_a_program_that_does_not_compile():
 
 def test_identical_programs_compile_once(monkeypatch):
   """A program is compiled once per device, also when two plans or two actors use it."""
-  from pax_mpmd.runtime import xla
-
   compiled = []
   compile_module = xla.compile_module
   monkeypatch.setattr(
@@ -189,7 +190,7 @@ def test_identical_programs_compile_once(monkeypatch):
   )
   plan = plans.crossing_plan()
   progress = []
-  with LocalRuntime() as runtime:
+  with LocalRuntime(devices=xla.local_devices()[:1]) as runtime:
     runtime.start(2)
     runtime.load(plan, lambda done, total: progress.append((done, total)))
     runtime.load(plan)

@@ -26,6 +26,7 @@ from pax_mpmd.runtime.shm_ring import RingWriter
 
 @pytest.fixture
 def device():
+  """Where the arrays of these tests live."""
   return xla.local_devices()[0]
 
 
