@@ -15,8 +15,8 @@ With --mpmd:
 
 The experiment must be a pipelined one: NUM_STAGES, NUM_MICROBATCHES or MICROBATCH_SIZE and
 ICI_MESH_SHAPE = [NUM_STAGES, 1, 1, 1]. --exp is the full name of a registered class, such as
-configs.stdlib_lm.StdlibLm; its module is imported. The test split is evaluated every
-EVAL_INTERVAL_STEPS (--noeval_on_test: not). The same command again goes on from the last checkpoint.
+configs.stdlib_lm.StdlibLm; its module is imported. With --eval_on_test the test split is evaluated
+every EVAL_INTERVAL_STEPS, as in paxml.main. The same command again goes on from the last checkpoint.
 Ctrl-C ends after the step in progress, with a checkpoint.
 
 --helpfull shows Pax's flags too.
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Sequence
 
 __all__ = ['run']
@@ -39,6 +40,7 @@ def run(argv: Sequence[str] | None = None) -> None:
   Args:
     argv: the arguments with the program's name first; None means `sys.argv`.
   """
+  started = time.monotonic()
   argv = list(sys.argv if argv is None else argv)
   if any(arg in ('--help', '-help', '-h', '--h') for arg in argv[1:]):
     print(__doc__.strip())
@@ -50,7 +52,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   from pax_mpmd.pax import launch  # imports Pax
 
-  launch.run(argv, quiet=mpmd)
+  launch.run(argv, quiet=mpmd, started=started)
 
 
 if __name__ == '__main__':

@@ -57,13 +57,15 @@ flags.DEFINE_bool(
 _DEVICE_COUNT_FLAG = '--xla_force_host_platform_device_count'
 
 
-def run(argv: Sequence[str], quiet: bool) -> None:
+def run(argv: Sequence[str], quiet: bool, started: float) -> None:
   """Runs the command line; ends the process.
 
   Args:
     argv: the arguments with the program's name first.
     quiet: keep Pax's and JAX's warnings off the terminal, unless --verbosity asks for them.
+    started: `time.monotonic()` at the program's start.
   """
+  status_lib.status.started = started
   if quiet:
     logging.set_verbosity(logging.ERROR)
   jax.config.config_with_absl()
@@ -111,8 +113,6 @@ def _run_mpmd(argv: Sequence[str]) -> None:
   if FLAGS.mpmd_dry_run:
     dry_run.dry_run(experiment())
     return
-  if not FLAGS['eval_on_test'].present:
-    FLAGS.eval_on_test = True
   paxml_main.main(argv)
 
 

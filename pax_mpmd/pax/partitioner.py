@@ -9,6 +9,7 @@ from absl import logging
 import jax
 import numpy as np
 from pax_mpmd import errors
+from pax_mpmd.pax import lazy
 from pax_mpmd.pax import train_step as train_step_lib
 from pax_mpmd.pax import transform
 from paxml import partitioning
@@ -111,6 +112,15 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
         self.traceable_step(step_fn, is_eval), donate_argnums=() if is_eval else (0,)
     )
 
+  def _lazy_output(self, output: trainer_lib.StepFnOutput) -> trainer_lib.StepFnOutput:
+    """Groups what Pax reads together: the loss of every step, all else only now and then."""
+    loss = lazy.lazy(output.loss, self.fetch)
+    rest = output.replace(loss=None, per_example_out=None)
+    rest = lazy.lazy(rest, self.fetch)
+    return rest.replace(
+        loss=loss, per_example_out=lazy.lazy(output.per_example_out, self.fetch)
+    )
+
   def partition(
       self, step_fn: Any, inputs_shape_dtype: Any, is_eval: bool
   ) -> tuple[partitioning.PartitionedStepFn, Any]:
@@ -122,6 +132,10 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
     def partitioned(state, prng_key, inputs, static_args=None):
       size = static_args.unpadded_global_batch_size if static_args else None
       inputs = jax.tree_util.tree_map(lambda x: np.asarray(x)[:size], inputs)
-      return step(state, np.asarray(prng_key), inputs)
+      new_state, output = step(state, np.asarray(prng_key), inputs)
+      if is_eval:
+        # Pax reads the outputs of every eval step at once anyway.
+        return new_state, self.fetch(output)
+      return new_state, self._lazy_output(output)
 
     return partitioned, specs

@@ -14,12 +14,15 @@ class Status:
   """Prints lines such as `[ 12s] step 40/120  loss 2.31  1.8 steps/s  44 s left`.
 
   On a terminal a passing line (how many programs are compiled) is overwritten by the next one;
-  elsewhere only every tenth of those is printed.
+  elsewhere at most one of those in five seconds is printed.
+
+  Attributes:
+    started: `time.monotonic()` of the moment that times are counted from.
   """
 
   def __init__(self, stream: TextIO | None = None):
     self._stream = stream
-    self._start = time.monotonic()
+    self.started = time.monotonic()
     self._passing = False
     self._last_passing = 0.0
 
@@ -48,7 +51,7 @@ class Status:
 
   def _write(self, text: str, passing: bool) -> None:
     out = self._out()
-    line = f'[{time.monotonic() - self._start:4.0f}s] {text}'
+    line = f'[{time.monotonic() - self.started:4.0f}s] {text}'
     clear = '\r\x1b[K' if self._passing else ''
     out.write(clear + line + ('' if passing else '\n'))
     out.flush()
