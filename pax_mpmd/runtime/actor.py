@@ -121,8 +121,12 @@ class Actor:
 
   def _do_step(
       self, handle: int, step: int, inputs: Sequence[int | np.ndarray], first_output: int
-  ) -> None:
-    """Runs a step; an input is an array or the id of a buffer here. Outputs get ids in order."""
+  ) -> bytes:
+    """Runs a step; an input is an array or the id of a buffer here. Outputs get ids in order.
+
+    Returns:
+      The bytes of the small outputs.
+    """
     prepared = self._plans[handle]
     arrays = []
     for value in inputs:
@@ -137,11 +141,13 @@ class Actor:
     self.progress.handle = handle
     try:
       outputs = prepared.run(step, arrays, self.progress)
+      reply = prepared.reply(outputs)
     finally:
       self.progress.handle = None
     self.progress.steps += 1
     for buffer_id, array in enumerate(outputs, first_output):
       self._store[buffer_id] = array
+    return reply
 
   def _do_put(self, parts: Sequence[Part]) -> None:
     """Stores arrays that come in parts; the parts of one array come in order."""

@@ -19,9 +19,10 @@ class Buffer:
     aval: shape and dtype.
     consumed: a step has used its memory up (donation); it can't be read any more.
     ready: done when the array has been made; fails with the ActorError of a failed run.
+    inline: where the array's bytes stand in what `ready` gives; None: only the actor has them.
   """
 
-  __slots__ = ('actor', 'id', 'aval', 'consumed', 'ready', '_freed', '__weakref__')
+  __slots__ = ('actor', 'id', 'aval', 'consumed', 'ready', 'inline', '_freed', '__weakref__')
 
   def __init__(
       self,
@@ -30,12 +31,14 @@ class Buffer:
       aval: Aval,
       ready: concurrent.futures.Future,
       freed: collections.deque[int],
+      inline: slice | None = None,
   ):
     self.actor = actor
     self.id = buffer_id
     self.aval = aval
     self.consumed = False
     self.ready = ready
+    self.inline = inline
     self._freed = freed
 
   def __del__(self):

@@ -47,6 +47,7 @@ class _LoadedPlan:
   def __init__(self, plan: Plan):
     self.plan = plan
     self.num_steps_done = 0
+    self.inline = [interpreter.inline_outputs(actor) for actor in plan.actors]
     self.donated = [
         interpreter.donated_inputs(actor, plan.executables) for actor in plan.actors
     ]
@@ -176,8 +177,8 @@ class Driver(abc.ABC):
         future = self._call(actor, 'step', handle, step, values, first)
         futures.append(future)
         results.append([
-            self._buffer(actor, first + i, actor_plan.slots[slot], future)
-            for i, slot in enumerate(actor_plan.outputs)
+            self._buffer(actor, first + i, actor_plan.slots[slot], future, inline)
+            for i, (slot, inline) in enumerate(zip(actor_plan.outputs, loaded.inline[actor]))
         ])
       for actor, values in enumerate(inputs):
         for position in loaded.donated[actor]:
@@ -207,11 +208,13 @@ class Driver(abc.ABC):
       return [self._buffer(actor, first + i, aval, ready[i]) for i, aval in enumerate(avals)]
 
   def fetch(self, buffers: Sequence[Buffer]) -> list[np.ndarray]:
+    self._check_usable()
     self._check_readable(buffers)
     results = [np.empty(b.aval.shape, xla.dtype_named(b.aval.dtype)) for b in buffers]
     rounds: dict[int, Iterator] = {}
-    for actor in sorted({buffer.actor for buffer in buffers}):
-      mine = [i for i, buffer in enumerate(buffers) if buffer.actor == actor]
+    large = [i for i, buffer in enumerate(buffers) if buffer.inline is None]
+    for actor in sorted({buffers[i].actor for i in large}):
+      mine = [i for i in large if buffers[i].actor == actor]
       groups = _groups([buffers[i].aval.nbytes for i in mine])
       rounds[actor] = iter([[(mine[k], a, b) for k, a, b in group] for group in groups])
     while rounds:
@@ -228,6 +231,10 @@ class Driver(abc.ABC):
       for group, future in waiting:
         for (i, start, stop), data in zip(group, future.result()):
           _flat_bytes(results[i])[start:stop] = data
+    for buffer, result in zip(buffers, results):
+      if buffer.inline is not None:
+        data = buffer.ready.result()[buffer.inline]
+        _flat_bytes(result)[:] = np.frombuffer(data, np.uint8)
     return results
 
   def wait(self, buffers: Sequence[Buffer]) -> None:
@@ -263,8 +270,10 @@ class Driver(abc.ABC):
           'before the step, use the result instead, or leave it out of donate_argnums.'
       )
 
-  def _buffer(self, actor: int, buffer_id: int, aval: Aval, ready: Future) -> Buffer:
-    return Buffer(actor, buffer_id, aval, ready, self._freed[actor])
+  def _buffer(
+      self, actor: int, buffer_id: int, aval: Aval, ready: Future, inline: slice | None = None
+  ) -> Buffer:
+    return Buffer(actor, buffer_id, aval, ready, self._freed[actor], inline)
 
   def _pack(self, actor: int, loaded: _LoadedPlan, values: Sequence) -> list[int | np.ndarray]:
     plan = loaded.plan.actors[actor]

@@ -39,10 +39,15 @@ __all__ = [
     'Progress',
     'actor_executables',
     'donated_inputs',
+    'inline_outputs',
     'instruction_text',
     'prepare',
     'stage_of',
 ]
+
+
+_INLINE_BYTES = 64
+_INLINE_TOTAL_BYTES = 16 << 10
 
 
 def instruction_text(instruction: Instruction) -> str:
@@ -63,6 +68,24 @@ def donated_inputs(plan: ActorPlan, executables: Mapping[str, Executable]) -> tu
       for position in executables[instruction.executable].donated
   }
   return tuple(i for i, slot in enumerate(plan.inputs) if slot in donated)
+
+
+def inline_outputs(plan: ActorPlan) -> tuple[slice | None, ...]:
+  """Where each output's bytes stand in the reply to a step message; None: not in it.
+
+  Small results (a loss, a count) come with the reply, so that reading them needs no message of
+  its own, which would have to queue behind the steps that were sent since.
+  """
+  places: list[slice | None] = []
+  end = 0
+  for slot in plan.outputs:
+    nbytes = plan.slots[slot].nbytes
+    if nbytes > _INLINE_BYTES or end + nbytes > _INLINE_TOTAL_BYTES:
+      places.append(None)
+    else:
+      places.append(slice(end, end + nbytes))
+      end += nbytes
+  return tuple(places)
 
 
 class Progress:
@@ -193,6 +216,7 @@ class PreparedPlan:
   def __init__(self, plan: ActorPlan, ops: tuple[_Op, ...], constants, donated: tuple[int, ...]):
     self.plan = plan
     self.donated_inputs = donated
+    self._inline = tuple(i for i, place in enumerate(inline_outputs(plan)) if place is not None)
     self._ops = ops
     self._constants = constants
     self._take_outputs = _getter(plan.outputs)
@@ -237,6 +261,12 @@ class PreparedPlan:
       return list(self._take_outputs(slots))
     except Exception as error:
       raise StepFailed(self._failure(step, index, error)) from error
+
+  def reply(self, outputs: Sequence[xla.Array]) -> bytes:
+    """The bytes of the small outputs, as `inline_outputs` says; waits for all of them."""
+    for output in outputs:
+      xla.block(output)
+    return b''.join(np.asarray(outputs[i]).tobytes() for i in self._inline)
 
   def instruction_at(self, index: int) -> Instruction | None:
     instructions = self.plan.instructions

@@ -61,7 +61,6 @@ def compile_module(module: bytes, device: Device) -> Loaded:
   )
   client = device.client
   if hasattr(client, 'compile_and_load'):  # newer JAX
-    from jax.extend import backend  # noqa: F401  (its presence comes with compile_and_load)
     from jaxlib import _jax
 
     return client.compile_and_load(module, _jax.DeviceList((device,)), options)

@@ -10,6 +10,7 @@ from pax_mpmd.errors import MpmdError
 from pax_mpmd.runtime.arrays import device_get
 from pax_mpmd.runtime.arrays import MpmdArray
 from pax_mpmd.runtime.local import LocalRuntime
+from tests.runtime import plans
 
 
 @pytest.fixture
@@ -85,6 +86,27 @@ def test_replicas_are_found_by_actor(runtime):
   assert array.buffer_on(2, (2, 0), (1, 4)).actor == 2
   assert array.buffer_on(1, (2, 0), (1, 4)) is None
   assert array.buffer_on(0, (0, 0), (3, 4)) is None
+
+
+def test_small_results_need_no_message(runtime):
+  """Results as small as a loss come with the step's own reply, large ones are fetched."""
+  large = Aval((5, 5), 'float32')
+  program = plans.executable(lambda x: (x[:2, :2] * 2, x * 3, x.sum() > 0), [large])
+
+  def write(a, b, c):
+    a.input('x', large).run(program, 'x', 'y z w', '0F0', 0)
+    return ['y z w', '', '']
+
+  x = np.arange(25, dtype=np.float32).reshape(5, 5)
+  handle = runtime.load(plans.build(3, write))
+  (y, z, w), _, _ = runtime.run(handle, [[x], [], []])
+  runtime.messages.clear()
+  got = runtime.fetch([w, y])
+  assert runtime.messages == []
+  assert got[0].dtype == bool and bool(got[0])
+  np.testing.assert_array_equal(got[1], x[:2, :2] * 2)
+  np.testing.assert_array_equal(runtime.fetch([y, z])[1], x * 3)
+  assert runtime.messages == [(0, 'fetch')]
 
 
 def test_deleted(runtime):
