@@ -41,6 +41,8 @@ if DropVar is None:
   from jax._src.core import DropVar  # moved out of the public module in newer versions
 
 from jax._src import core as _src_core
+from jax._src import debugging
+from jax._src import prng
 from jax._src import source_info_util
 
 __all__ = [
@@ -54,17 +56,31 @@ __all__ = [
     'Var',
     'dce',
     'eval_jaxpr',
+    'hide_in_sources',
+    'inner_jaxprs',
     'is_drop',
+    'is_key',
     'jaxpr_as_fun',
     'new_eqn',
     'new_jaxpr',
     'new_var',
+    'physical_aval',
     'register',
     'source_of',
     'trace',
+    'unwrap_key',
+    'without_debug_effects',
+    'wrap_key',
 ]
 
 Zero = ad.Zero
+
+_DEBUG_EFFECTS = (debugging.DebugEffect, debugging.OrderedDebugEffect)
+
+
+def without_debug_effects(effects: Any) -> frozenset:
+  """Effects of an equation, those of `jax.debug` left out."""
+  return frozenset(e for e in effects if not isinstance(e, _DEBUG_EFFECTS))
 
 
 def is_drop(v: Any) -> bool:
@@ -129,6 +145,16 @@ def dce(jaxpr: Any, used_outputs: Sequence[bool], instantiate: bool = True) -> t
 def source_of(eqn: Any) -> str:
   """The user's source line of an equation, as 'file.py:12 (function)'."""
   return source_info_util.summarize(eqn.source_info)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+  """The jaxprs among an equation's parameters."""
+  return list(_src_core.jaxprs_in_params(eqn.params))
+
+
+def hide_in_sources(path: str) -> None:
+  """Makes `source_of` pass over the lines of the file `path`, as it does over JAX's own."""
+  source_info_util.register_exclusion(path)
 
 
 def register(
@@ -203,12 +229,26 @@ def primitive_named(name: str) -> Any:
   return by_name[name]
 
 
-def physical_dtype(aval: Any) -> Any:
-  """The dtype that is stored: that of the base array for typed random keys."""
-  try:
-    return _src_core.physical_aval(aval).dtype
-  except (AttributeError, TypeError):
-    return aval.dtype
+def is_key(x: Any) -> bool:
+  """Whether an aval or array is of typed random keys (`jax.random.key`)."""
+  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def physical_aval(aval: Any) -> Any:
+  """The aval of what is stored: for typed random keys their uint32 data, else `aval` itself."""
+  return _src_core.physical_aval(aval)
+
+
+def unwrap_key(x: Any) -> Any:
+  """An array as it is stored; see `physical_aval`."""
+  return jax.random.key_data(x) if is_key(x) else x
+
+
+def wrap_key(x: Any, aval: Any) -> Any:
+  """The inverse of `unwrap_key` for an array of `aval`."""
+  if not is_key(aval):
+    return x
+  return prng.random_wrap(x, impl=aval.dtype._impl)
 
 
 def lower_to_stablehlo(fn: Callable[..., Any], args: Sequence[Any], donated: Sequence[int]) -> bytes:

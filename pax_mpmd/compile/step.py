@@ -8,13 +8,14 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 
 from pax_mpmd.compile import jax_compat as jc
+from pax_mpmd.compile.branches import flatten_branches
 from pax_mpmd.compile.classes import Grid
 from pax_mpmd.compile.export import export
 from pax_mpmd.compile.partition import partition
 from pax_mpmd.compile.placement import place
 from pax_mpmd.compile.program import Aval, Leaf, Piece, StepProgram
 from pax_mpmd.compile.shared import delay_shared_sums
-from pax_mpmd.compile.trace import TracedStep, trace_step
+from pax_mpmd.compile.trace import TracedStep, loop_of, trace_step
 from pax_mpmd.compile.unstack import UnstackedStep, unstack
 
 
@@ -50,7 +51,7 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
     PartitionError: the step can't be cut.
   """
   num_stages = len(placement)
-  step = delay_shared_sums(unstack(traced), num_stages)
+  step = delay_shared_sums(unstack(flatten_branches(traced)), num_stages)
   cut = partition(step.jaxpr, num_stages)
   inputs = _leaves(step.in_grids, [v.aval for v in traced.jaxpr.invars], in_names)
   outputs = _leaves(step.out_grids, [v.aval for v in traced.jaxpr.outvars], None)
@@ -66,12 +67,17 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
       outputs,
       piece_donated,
   )
-  return CompiledStep(program, traced.out_tree, tuple(step.notes) + tuple(placed.notes))
+  return CompiledStep(program, traced.out_tree, (*traced.notes, *step.notes, *placed.notes))
 
 
 def trace(step: Callable[..., Any], in_tree: Any, avals: Sequence[Any]) -> TracedStep:
   """Traces a step; see `trace.trace_step`."""
   return trace_step(step, in_tree, avals)
+
+
+def num_microbatches_of(traced: TracedStep) -> int:
+  """The number of microbatches of a traced step."""
+  return loop_of(traced.jaxpr).params['num_microbatches']
 
 
 def _leaves(

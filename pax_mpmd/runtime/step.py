@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import logging
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from pax_mpmd import plan as planning
-from pax_mpmd.compile.program import Leaf, StepProgram
-from pax_mpmd.compile.step import compile_step, trace
+from pax_mpmd.compile.program import Leaf
+from pax_mpmd.compile.program import StepProgram
+from pax_mpmd.compile.step import compile_step
+from pax_mpmd.compile.step import num_microbatches_of
+from pax_mpmd.compile.step import trace
 from pax_mpmd.errors import ConfigError
 from pax_mpmd.plan.instructions import Plan
 from pax_mpmd.runtime.arrays import MpmdArray
 from pax_mpmd.runtime.base import Runtime
 from pax_mpmd.runtime.buffers import Buffer
 from pax_mpmd.schedules import Schedule
+from pax_mpmd.schedules import validate
 
 __all__ = ['MpmdFunction', 'PlannedStep', 'mpmd_jit']
 
@@ -49,7 +54,7 @@ def mpmd_jit(
     runtime: Runtime,
     donate_argnums: int | Sequence[int] = (),
     on_progress: Callable[[str, int, int], None] | None = None,
-) -> 'MpmdFunction':
+) -> MpmdFunction:
   """Compiles `step` to run on pipeline actors.
 
   The result is that of `jax.jit(step)`; only where and when things are computed changes.
@@ -69,7 +74,10 @@ def mpmd_jit(
     actors until somebody reads it.
 
   Raises:
-    ConfigError: `schedule` isn't a Schedule, or `donate_argnums` isn't made of positions.
+    ConfigError: `schedule` isn't a Schedule, or `donate_argnums` isn't made of positions. When
+      called: an argument isn't an array of numbers.
+    ScheduleError: when called: the schedule isn't valid for the number of microbatches.
+    PartitionError: when called: the step can't be cut.
   """
   return MpmdFunction(step, schedule, runtime, donate_argnums, on_progress)
 
@@ -110,10 +118,11 @@ class MpmdFunction:
           planned.plan, functools.partial(self._on_progress, 'compiling programs')
       )
       self._handles[key] = handle
-    inputs = _scatter(planned, leaves)
+    donated = self._donated(args, kwargs)
+    inputs = _scatter(planned, _unshared(leaves, donated))
     outputs = self._runtime.run(handle, inputs)
     del inputs
-    for leaf, given_up in zip(leaves, self._donated(args, kwargs)):
+    for leaf, given_up in zip(leaves, donated):
       if given_up and isinstance(leaf, MpmdArray):
         leaf.delete()
     return jax.tree_util.tree_unflatten(
@@ -136,6 +145,9 @@ class MpmdFunction:
     args, kwargs = jax.tree_util.tree_unflatten(in_tree, list(avals))
     traced = trace(self._step, in_tree, avals)
     self._on_progress('planning', 0, 1)
+    # First, so that a broken schedule isn't reported as a step that doesn't fit it. A step without
+    # a gradient needs no backward tasks; the planner finds out where they are missing.
+    validate(self._schedule, num_microbatches_of(traced), need_backward=False)
     names = [
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
@@ -167,13 +179,35 @@ class MpmdFunction:
 def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, list[jax.ShapeDtypeStruct]]:
   leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
   arrays, avals = [], []
-  for leaf in leaves:
+  for position, leaf in enumerate(leaves):
     if not hasattr(leaf, 'shape') or not hasattr(leaf, 'dtype'):
       leaf = np.asarray(leaf)
+    problem = _problem(leaf)
+    if problem:
+      path = jax.tree_util.tree_flatten_with_path((args, kwargs))[0][position][0]
+      raise ConfigError(
+          f'mpmd_jit: argument {jax.tree_util.keystr(path)} of the step (of (args, kwargs)) is'
+          f' {leaves[position]!r}, {problem}'
+      )
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
     arrays.append(leaf)
     avals.append(jax.ShapeDtypeStruct(tuple(leaf.shape), dtype))
   return arrays, in_tree, avals
+
+
+def _problem(array: Any) -> str:
+  """What is wrong with an argument, or nothing."""
+  if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+    return (
+        'typed random keys, which can be used within a step but not be passed in or out. Pass'
+        ' jax.random.key_data(key), and in the step use jax.random.wrap_key_data(data).'
+    )
+  if array.dtype == object or array.dtype.kind in 'USMm':
+    return (
+        'not an array of numbers or booleans. Let the step close over it, for example by'
+        ' functools.partial, if it is the same in every call.'
+    )
+  return ''
 
 
 def _key(in_tree: Any, avals: Sequence[Any]) -> Any:
@@ -200,6 +234,24 @@ def _next_values(args: Sequence[Any], traced: Any) -> dict[int, int]:
         break
     position += len(arg_leaves)
   return pairs
+
+
+def _unshared(leaves: Sequence[Any], donated: Sequence[bool]) -> list[Any]:
+  """The arguments, where one that is given up is read by nobody else.
+
+  An MpmdArray that stands at several places, one of them donated, is fetched for all but one: a
+  program may write over the memory of what it is given.
+  """
+  given_up = {id(x) for x, d in zip(leaves, donated) if d and isinstance(x, MpmdArray)}
+  out, seen = [], set()
+  for leaf in leaves:
+    if id(leaf) in seen:
+      _log.info('%r is passed twice and donated, so one copy of it is fetched', leaf)
+      leaf = np.asarray(leaf)
+    elif id(leaf) in given_up:
+      seen.add(id(leaf))
+    out.append(leaf)
+  return out
 
 
 def _scatter(planned: PlannedStep, leaves: Sequence[Any]) -> list[list[np.ndarray | Buffer]]:
