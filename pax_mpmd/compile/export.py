@@ -33,8 +33,20 @@ from pax_mpmd.compile.program import (
 
 
 def aval_of(v: Any) -> Aval:
-  """The Aval of a variable."""
-  return Aval(tuple(map(int, v.aval.shape)), np.dtype(v.aval.dtype).name)
+  """The Aval of a variable; between programs, typed random keys are their uint32 data."""
+  stored = jc.physical_aval(v.aval)
+  return Aval(tuple(map(int, stored.shape)), np.dtype(stored.dtype).name)
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+  """Evaluates `jaxpr` on arguments and to results as they are between programs."""
+  args = [jc.wrap_key(x, v.aval) for x, v in zip(args, jaxpr.invars)]
+  return [jc.unwrap_key(x) for x in jc.eval_jaxpr(jaxpr, consts, *args)]
+
+
+def _bytes_of(constant: Any) -> bytes:
+  x = np.asarray(jc.unwrap_key(constant) if isinstance(constant, jax.Array) else constant)
+  return f'{x.dtype}{x.shape}'.encode() + x.tobytes()
 
 
 class Exporter:
@@ -82,9 +94,7 @@ class Exporter:
     digest = hashlib.sha256()
     _fingerprint(jaxpr, digest)
     for v in jaxpr.constvars:
-      x = np.asarray(self.constants[v])
-      digest.update(f'{x.dtype}{x.shape}'.encode())
-      digest.update(x.tobytes())
+      digest.update(_bytes_of(self.constants[v]))
     return digest.hexdigest()
 
   # -- the microbatch loop ---------------------------------------------------------------------
@@ -107,7 +117,7 @@ class Exporter:
           for x, row in zip(args, rows)
       ]
       outs = []
-      for x, carry in zip(jc.eval_jaxpr(jaxpr, consts, *xs), is_carry):
+      for x, carry in zip(_evaluate(jaxpr, consts, xs), is_carry):
         if not carry:
           outs.append(x)
           continue
@@ -184,7 +194,7 @@ class Exporter:
         donated.append(i)
 
     def run(*args):
-      return jc.eval_jaxpr(jaxpr, consts, *args)
+      return _evaluate(jaxpr, consts, args)
 
     key = self.executable(run, avals, out_avals, donated, 'outer', self.fingerprint(jaxpr))
     return OuterProgram(
@@ -231,7 +241,7 @@ def _fingerprint_param(value: Any, digest: Any) -> None:
   elif isinstance(value, jc.ClosedJaxpr):
     _fingerprint(value.jaxpr, digest)
     for x in value.consts:
-      digest.update(np.asarray(x).tobytes())
+      digest.update(_bytes_of(x))
   elif isinstance(value, jc.Jaxpr):
     _fingerprint(value, digest)
   else:

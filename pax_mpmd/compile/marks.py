@@ -29,6 +29,9 @@ accumulate_grads_p = jc.Primitive('accumulate_grads')
 
 _yield_ids = itertools.count()
 
+# So that messages name the user's line, not the one in here.
+jc.hide_in_sources(__file__)
+
 
 def pipeline_yield(tree: Any, name: str | None = None) -> Any:
   """Ends a pipeline stage: what comes after it in the data flow is the next stage.

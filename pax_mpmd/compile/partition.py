@@ -85,7 +85,8 @@ class CutLoop:
 
 
 def _nbytes(aval: Any) -> int:
-  return math.prod(aval.shape) * np.dtype(jc.physical_dtype(aval)).itemsize
+  stored = jc.physical_aval(aval)
+  return math.prod(stored.shape) * np.dtype(stored.dtype).itemsize
 
 
 def partition(jaxpr: Any, num_stages: int) -> CutLoop:
@@ -141,12 +142,9 @@ class _Cutter:
         continue
       budget = max(sum(_nbytes(v.aval) for v in eqn.outvars), _SMALL_BYTES)
       fits = True
-      for x in eqn.invars:
-        if isinstance(x, jc.Literal) or (x := self.resolve(x)) in light:
-          continue
-        fits &= (
-            not isinstance(x, jc.Literal) and x in self.invariant and _nbytes(x.aval) <= budget
-        )
+      for x in map(self.resolve, eqn.invars):
+        if not isinstance(x, jc.Literal) and x not in light:
+          fits &= x in self.invariant and _nbytes(x.aval) <= budget
       if fits and all(self.segments.of(x) < self.segments.num_stages for x in eqn.invars):
         light.update(eqn.outvars)
     return light

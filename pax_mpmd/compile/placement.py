@@ -359,7 +359,7 @@ def _carry_zeros(cut: CutLoop) -> tuple[list[Any], list[Any]]:
   import numpy as np
 
   eqns, initial = [], []
-  for aval in cut.out_avals:
+  for aval in map(jc.physical_aval, cut.out_avals):
     zero = jc.Literal(np.zeros((), aval.dtype), aval.update(shape=()))
     out = jc.new_var(aval)
     eqns.append(

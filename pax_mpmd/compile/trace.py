@@ -31,15 +31,21 @@ _CALLS = {
 }
 _IDENTITIES = frozenset({'sharding_constraint', 'name'})
 _MARKS = frozenset({'pipeline_yield', 'accumulate_grads'})
+_CALLBACKS = frozenset({'pure_callback', 'io_callback', 'outside_call', 'infeed', 'outfeed'})
+_NAMES = {'remat2': 'checkpoint', 'remat': 'checkpoint'}  # primitive -> what users call it
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-  """A traced step: `jaxpr.constvars` go with `consts`, `jaxpr.invars` with the flat arguments."""
+  """A traced step: `jaxpr.constvars` go with `consts`, `jaxpr.invars` with the flat arguments.
+
+  `notes` has a line for everything that was left out.
+  """
 
   jaxpr: Any
   consts: tuple[Any, ...]
   out_tree: Any
+  notes: tuple[str, ...] = ()
 
 
 def loop_of(jaxpr: Any) -> Any:
@@ -53,7 +59,8 @@ def trace_step(step: Callable[..., Any], in_tree: Any, avals: Sequence[Any]) -> 
 
   Raises:
     PartitionError: the step has no `accumulate_grads`, several, or one inside a loop or branch;
-      or a `pipeline_yield` stands where it can't be cut.
+      or a `pipeline_yield` stands where it can't be cut; or the step calls back into Python, or
+      returns typed random keys.
   """
   out_tree: list[Any] = []
 
@@ -64,14 +71,26 @@ def trace_step(step: Callable[..., Any], in_tree: Any, avals: Sequence[Any]) -> 
     return leaves
 
   closed = jc.trace(flat_step, avals)
-  inliner = _Inliner(inside=None)
+  _check_results(closed, out_tree[-1])
+  inliner = _Inliner(inside=None, notes=[])
   jaxpr = inliner.closed(closed)
   jaxpr, _ = jc.dce(jaxpr, [True] * len(jaxpr.outvars))
   _check_marks(jaxpr)
   jaxpr = _own_results(jaxpr, inliner.constvars)
   consts = dict(zip(inliner.constvars, inliner.consts))
   jaxpr, consts = _drop_unused_consts(jaxpr, consts)
-  return TracedStep(jaxpr, tuple(consts), out_tree[-1])
+  return TracedStep(jaxpr, tuple(consts), out_tree[-1], tuple(dict.fromkeys(inliner.notes)))
+
+
+def _check_results(closed: Any, out_tree: Any) -> None:
+  tree = jax.tree_util.tree_unflatten(out_tree, closed.jaxpr.outvars)
+  for path, v in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    if jc.is_key(v.aval):
+      raise PartitionError(
+          f'Result {jax.tree_util.keystr(path)} of the step is {v.aval.str_short()}, typed random'
+          ' keys, which can be used within a step but not be passed in or out. Return'
+          ' jax.random.key_data(key), and in the step use jax.random.wrap_key_data(data).'
+      )
 
 
 def _check_marks(jaxpr: Any) -> None:
@@ -117,10 +136,12 @@ class _Inliner:
 
   `constvars` and `consts` collect the constants of all inlined jaxprs, which become the outermost
   jaxpr's. `inside` names the equation whose body this is, None for the step and the loop's body.
+  `notes` gets a line for each equation left out.
   """
 
-  def __init__(self, inside: Any | None):
+  def __init__(self, inside: Any | None, notes: list[str]):
     self.inside = inside
+    self.notes = notes
     self.constvars: list[Any] = []
     self.consts: list[Any] = []
     self._by_identity: dict[int, Any] = {}
@@ -167,10 +188,23 @@ class _Inliner:
         outs = self.into(eqns, closed.jaxpr, self._const_vars(closed), invars)
         env.update(zip(eqn.outvars, outs))
         continue
-      if self.inside is not None and name in _MARKS:
+      if name == 'debug_callback':
+        self.notes.append(
+            f'jax.debug.print or callback at {jc.source_of(eqn)} is left out: programs can\'t call'
+            ' back from the actors. Return the value from the step, stacked, to see it'
+        )
+        continue
+      if name in _CALLBACKS:
         raise PartitionError(
-            f'{name} is called inside {self.inside.primitive.name}, at {jc.source_of(eqn)}'
-            f' ({self.inside.primitive.name} at {jc.source_of(self.inside)}). The step is cut at'
+            f'The step calls {name}, at {jc.source_of(eqn)}. A program runs on an actor, which can\'t'
+            ' call back into this Python process. Compute the value with JAX, or before the step'
+            ' and pass it in the batch.'
+        )
+      if self.inside is not None and name in _MARKS:
+        around = _NAMES.get(self.inside.primitive.name, self.inside.primitive.name)
+        raise PartitionError(
+            f'{name} is called inside {around}, at {jc.source_of(eqn)}'
+            f' ({around} at {jc.source_of(self.inside)}). The step is cut at'
             ' its marks, so they must stand outside of loops, branches and checkpoints: apply'
             ' those to the single stages.'
         )
@@ -182,7 +216,8 @@ class _Inliner:
         fresh = v if jc.is_drop(v) else jc.new_var(v.aval)
         outvars.append(fresh)
         env[v] = fresh
-      eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+      effects = jc.without_debug_effects(eqn.effects)
+      eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, effects=effects))
     return [read(v) for v in jaxpr.outvars]
 
   def _param(self, eqn: Any, value: Any) -> Any:
@@ -191,7 +226,7 @@ class _Inliner:
       return type(value)(self._param(eqn, v) for v in value)
     is_loop = eqn.primitive.name == 'accumulate_grads'
     if isinstance(value, jc.ClosedJaxpr):
-      inner = _Inliner(inside=None if is_loop else eqn)
+      inner = _Inliner(None if is_loop else eqn, self.notes)
       jaxpr = inner.closed(value)
       if is_loop:
         # Constants go in front; _hoist_loop_consts makes operands of them.
@@ -200,7 +235,7 @@ class _Inliner:
       jaxpr = jc.new_jaxpr(inner.constvars, jaxpr.invars, jaxpr.outvars, jaxpr.eqns)
       return jc.ClosedJaxpr(jaxpr, inner.consts)
     if isinstance(value, jc.Jaxpr) and not value.constvars:
-      inner = _Inliner(inside=eqn)
+      inner = _Inliner(eqn, self.notes)
       jaxpr = inner.closed(jc.ClosedJaxpr(value, ()))
       # An open jaxpr can't hold constants; keep the original where inlining found some.
       return value if inner.consts else jaxpr
