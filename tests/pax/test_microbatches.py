@@ -1,0 +1,71 @@
+"""Splitting batches, and combining what the microbatches give."""
+
+from __future__ import annotations
+
+import jax
+from jax import numpy as jnp
+import numpy as np
+import pytest
+from pax_mpmd.pax import loss
+from pax_mpmd.pax import microbatches
+
+
+def test_microbatches_are_strided():
+  """With 8 rows in 4 microbatches, microbatch 1 is rows 1 and 5, as in Pax's pipeline."""
+  split = microbatches.split_batch({'x': jnp.arange(8)}, 4)
+  np.testing.assert_array_equal(split['x'], [[0, 4], [1, 5], [2, 6], [3, 7]])
+
+
+@pytest.mark.parametrize('num_microbatches', [1, 2, 3, 6])
+def test_merging_undoes_splitting(num_microbatches):
+  """Per-example outputs come back in input order; a number per microbatch as its mean."""
+  x = np.arange(6 * 5).reshape(6, 5)
+  merged = microbatches.merge_microbatches(microbatches.split_batch(x, num_microbatches))
+  np.testing.assert_array_equal(merged, x)
+  assert microbatches.merge_microbatches(jnp.array([1.0, 2.0])) == 1.5
+
+
+def _scalars(values, weights):
+  """What Pax's language models return for token losses `values` with `weights`."""
+  weight = jnp.sum(weights)
+  mean = jnp.sum(values * weights) / weight  # NaN without any weight, as some models have it
+  return {
+      'total_loss': (mean, weight),
+      'aux_loss': (jnp.zeros(()), jnp.ones(())),
+      'num_predictions': (weight, jnp.array(1.0)),
+      'temperature': (jnp.mean(values), jnp.array(1.0)),
+  }
+
+
+@pytest.mark.parametrize('weights', [(100, 3, 0, 57), (0, 0, 0, 0), (1, 1, 1, 1)])
+def test_weighted_scalars_are_those_of_the_whole_batch(weights):
+  """Ragged and empty microbatches combine to sum(value * weight) / sum(weight), never to NaN."""
+  rng = np.random.RandomState(0)
+  mask = np.arange(100)[None] < np.array(weights)[:, None]
+  values, mask = rng.rand(4, 100).astype(np.float32), mask.astype(np.float32)
+
+  @jax.jit
+  def combined(values, mask):
+    rules = loss.find_rules('total_loss', _scalars, values.reshape(-1), mask.reshape(-1))
+    parts = [rules.sums_of(_scalars(v, w), jnp.zeros(())) for v, w in zip(values, mask)]
+    return rules.combine(jax.tree_util.tree_map(lambda *xs: sum(xs), *parts), 4)
+
+  actual = combined(values, mask)
+  total = mask.sum()
+  expected = (values * mask).sum() / total if total else 0.0
+  np.testing.assert_allclose(actual['total_loss'], (expected, total), rtol=1e-6)
+  np.testing.assert_allclose(actual['num_predictions'], (total, 1.0))
+  np.testing.assert_allclose(actual['temperature'], (values.mean(), 1.0), rtol=1e-6)
+  np.testing.assert_allclose(actual['aux_loss'], (0.0, 1.0))
+
+
+def test_a_gradient_through_an_empty_microbatch_is_finite():
+  """A model that divides by its weights has gradient 0, not NaN, where they are all zero."""
+
+  def objective(scale, weights):
+    weights = loss.without_empty_weights({'weights': weights})['weights']
+    value, weight = jnp.sum(scale * weights) / jnp.sum(weights), jnp.sum(weights)
+    return loss.weighted(value, weight)
+
+  np.testing.assert_allclose(jax.grad(objective)(2.0, jnp.zeros(4)), 0.0, atol=1e-12)
+  np.testing.assert_allclose(jax.grad(objective)(2.0, jnp.ones(4)), 4.0)
