@@ -1,7 +1,7 @@
 """What `make demo` runs: trains an experiment through pax_mpmd, then says what came of it.
 
-Training is the command line that it prints, in a process of its own; the words at the end are read
-from the files which that leaves: TensorBoard summaries and checkpoints.
+Training is the command line that it prints, in a process of its own. Where that doesn't come to its
+end, what it has reached is read from its files: TensorBoard summaries and checkpoints.
 """
 
 from __future__ import annotations
@@ -42,11 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def summary(folder: Path, experiment: str, finished: bool) -> list[str]:
   """Returns the closing words on a run.
 
+  A run that came to its end has itself said what the loss was and where its files are; of one that
+  didn't, its files tell.
+
   Args:
     folder: its job_log_dir.
     experiment: its full name.
     finished: whether it came to its last step.
   """
+  if finished:
+    return [
+        'next, try the same model under another schedule with',
+        f'  .venv/bin/pax-mpmd --exp={experiment} --job_log_dir=runs/gpipe --eval_on_test --mpmd'
+        ' --mpmd_schedule=gpipe',
+    ]
   train, test = _losses(folder, 'train'), _losses(folder, 'eval_test')
   again = f'.venv/bin/pax-mpmd --exp={experiment} --job_log_dir={folder} --eval_on_test --mpmd'
   # While one is being written, its name has a suffix.
@@ -65,14 +74,8 @@ def summary(folder: Path, experiment: str, finished: bool) -> list[str]:
     lines.append(f'checkpoint:    {checkpoints[-1]}')
   if (folder / 'summaries').is_dir():
     lines.append(f'TensorBoard:   .venv/bin/tensorboard --logdir {folder}/summaries')
-  if not finished and checkpoints:
+  if checkpoints:
     lines += ['go on from that checkpoint with', f'  {again}']
-  elif finished:
-    lines += [
-        'next, try the same model under another schedule with',
-        f'  .venv/bin/pax-mpmd --exp={experiment} --job_log_dir=runs/gpipe --eval_on_test --mpmd'
-        ' --mpmd_schedule=gpipe',
-    ]
   return lines
 
 

@@ -31,19 +31,20 @@ def run_folder(tmp_path: Path) -> Path:
   return tmp_path
 
 
-def test_sums_up_a_finished_run(run_folder: Path):
-  """Losses at both ends, the last whole checkpoint, the summaries and what to try next."""
-  text = '\n'.join(demo.summary(run_folder, 'configs.x.Y', finished=True))
+def test_names_another_schedule_after_a_finished_run():
+  """The next command runs the same experiment, into another folder, under another schedule."""
+  text = '\n'.join(demo.summary(Path('runs/x'), 'configs.x.Y', finished=True))
+  assert '--exp=configs.x.Y' in text and '--mpmd_schedule=gpipe' in text
+  assert 'runs/x' not in text
+
+
+def test_sums_up_a_stopped_run(run_folder: Path):
+  """Losses at both ends, the last whole checkpoint, the summaries and the command to go on."""
+  text = '\n'.join(demo.summary(run_folder, 'configs.x.Y', finished=False))
   assert 'training loss: 5.500 at step 5 -> 3.250 at step 10' in text
   assert 'test loss:     3.500 at step 10 -> 3.500 at step 10' in text
   assert f'{run_folder}/checkpoints/checkpoint_00000010' in text and '00000020' not in text
   assert f'--logdir {run_folder}/summaries' in text
-  assert '--exp=configs.x.Y' in text and '--mpmd_schedule=gpipe' in text
-
-
-def test_says_how_to_go_on_with_a_stopped_run(run_folder: Path):
-  """The command to go on names the folder of the stopped run."""
-  text = '\n'.join(demo.summary(run_folder, 'configs.x.Y', finished=False))
   assert 'go on from that checkpoint' in text and f'--job_log_dir={run_folder} ' in text
   assert '--mpmd_schedule' not in text
 
