@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping
 import dataclasses
 import logging
@@ -106,6 +107,7 @@ class RayRuntime(Driver):
   def close(self) -> None:
     super().close()
     if self._finalizer is not None:
+      atexit.unregister(self._finalizer)
       self._finalizer()
 
   def _start(self, num_actors: int) -> None:
@@ -120,8 +122,11 @@ class RayRuntime(Driver):
     session.start(num_actors)
     self._session = session
     self._watch = Watch(num_actors, self._limits)
-    # Also runs at exit, before Ray's own exit handler.
     self._finalizer = weakref.finalize(self, _end, session, self._stopped)
+    # At exit it must run before Ray's own handler, so it is registered after that one; finalizers
+    # as such run when the first of the process was made, which is before.
+    self._finalizer.atexit = False
+    atexit.register(self._finalizer)
     threading.Thread(
         target=_monitor,
         args=(weakref.ref(self), self._stopped, self._limits.ping_interval_s),

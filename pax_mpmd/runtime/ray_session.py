@@ -263,7 +263,8 @@ class RaySession:
     import ray
 
     handles, self.handles = self.handles, []
-    for handle in handles:
+    # Asked of a Ray that is gone, ray.kill would start another one.
+    for handle in handles if ray.is_initialized() else ():
       try:
         ray.kill(handle, no_restart=True)
       except Exception:  # Ray itself may be gone already; the processes are seen to below

@@ -256,7 +256,6 @@ def test_workers_import_little():
 
 
 _DRIVER = """
-import sys, time
 import numpy as np
 from pax_mpmd.runtime.ray_runtime import RayRuntime
 from tests.runtime import plans
@@ -265,28 +264,52 @@ runtime.start(2)
 handle = runtime.load(plans.waiting_plan())
 outputs = runtime.run(handle, [[np.float32(0)], [np.float32(np.inf)]])
 print(*runtime.pids, flush=True)
-time.sleep(1000)
+runtime.wait(outputs[0])
 """
 
 
-def test_driver_killed():
-  """kill -9 of the driver in mid-step ends the workers, its Ray and their shared memory."""
-  before = set(os.listdir('/dev/shm'))
+def _start_driver() -> tuple[subprocess.Popen, list[Process]]:
+  """A driver with a step under way that never ends; it and all its processes."""
   driver = subprocess.Popen(
-      [sys.executable, '-c', _DRIVER], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
+      [sys.executable, '-c', _DRIVER],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      cwd=os.getcwd(),
+      start_new_session=True,  # so that Ctrl-C can be sent to its whole group, as a terminal does
   )
   pids = [int(word) for word in driver.stdout.readline().split()]
   assert len(pids) == 2
   processes = [*map(Process.running, pids), *descendants(driver.pid)]
   assert len(processes) > 5
-  driver.kill()
-  driver.wait()
-  driver.stdout.close()
+  return driver, processes
+
+
+def _nothing_left(processes) -> bool:
   deadline = time.monotonic() + _LIMIT_S
   while any(process.alive() for process in processes) and time.monotonic() < deadline:
     time.sleep(0.1)
   left = [process for process in processes if process.alive()]
   for process in left:
     process.kill()
-  assert not left
+  return not left
+
+
+def test_driver_killed():
+  """kill -9 of the driver in mid-step ends the workers, its Ray and their shared memory."""
+  before = set(os.listdir('/dev/shm'))
+  driver, processes = _start_driver()
+  driver.kill()
+  driver.communicate()
+  assert _nothing_left(processes)
   assert set(os.listdir('/dev/shm')) <= before
+
+
+def test_driver_interrupted():
+  """Ctrl-C in mid-step ends the driver, which never calls `close`, and leaves nothing running."""
+  driver, processes = _start_driver()
+  os.killpg(driver.pid, signal.SIGINT)
+  _, stderr = driver.communicate(timeout=30)
+  assert driver.returncode != 0
+  assert stderr.rstrip().endswith('KeyboardInterrupt'), stderr
+  assert _nothing_left(processes)
