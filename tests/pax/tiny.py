@@ -69,6 +69,36 @@ class TinyMoe(TinyLm):
     return task_p
 
 
+class TinyRepeated(TinyLm):
+  """Two layers a stage, as a `scan` over stacked weights.
+
+  Pax's own pipeline can not take apart the summaries of repeated layers; without them it runs.
+  """
+
+  NUM_LAYERS = 4
+  NUM_STAGES = 2
+  NUM_MICROBATCHES = 4
+  ICI_MESH_SHAPE = [2, 1, 1, 1]
+  USE_REPEATED_LAYER = True
+  SUMMARIES = False
+
+  def task(self):
+    task_p = super().task()
+    if not self.SUMMARIES:
+      task_p.summary_verbosity = 0
+    return task_p
+
+
+class TinyDropout(TinyLm):
+  """With dropout, in two stages."""
+
+  NUM_LAYERS = 2
+  NUM_STAGES = 2
+  NUM_MICROBATCHES = 2
+  ICI_MESH_SHAPE = [2, 1, 1, 1]
+  DROPOUT_PROB = 0.5
+
+
 def batch(seed: int, rows: int = BATCH) -> py_utils.NestedMap:
   """Packed rows with two segments each, ragged ends, and weights that differ between rows.
 
