@@ -6,16 +6,15 @@ from the checkpoint's own layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import os
 from pathlib import Path
-import signal
-import subprocess
 import sys
-import time
 
 import numpy as np
+
+from integration import live
 
 __all__ = ['checkpoint_arrays', 'checkpoint_steps', 'environment', 'Run', 'run_pax', 'scalars']
 
@@ -30,11 +29,13 @@ class Run:
     job_log_dir: where it left its checkpoints and summaries.
     output: what it printed, both streams together.
     seconds: how long it took.
+    seconds_after_last_words: from its last line of output to its end.
   """
 
   job_log_dir: Path
   output: str
   seconds: float
+  seconds_after_last_words: float
 
 
 def environment(
@@ -84,29 +85,13 @@ def run_pax(
   command = [
       sys.executable, '-m', module, f'--exp={experiment}', f'--job_log_dir={job_log_dir}', *args,
   ]
-  start = time.monotonic()
-  # A session of its own: what the run leaves behind can then be ended with it.
-  process = subprocess.Popen(
-      command,
-      cwd=REPOSITORY,
-      env=environment(devices, extra_env),
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-      errors='replace',
-      start_new_session=True,
-  )
-  try:
-    output, _ = process.communicate(timeout=timeout)
-  except BaseException as error:
-    os.killpg(process.pid, signal.SIGKILL)
-    output, _ = process.communicate()
-    if isinstance(error, subprocess.TimeoutExpired):
-      raise AssertionError(_failure(command, f'took over {timeout} s', output)) from None
-    raise
-  if process.returncode:
-    raise AssertionError(_failure(command, f'ended with {process.returncode}', output))
-  return Run(Path(job_log_dir), output, time.monotonic() - start)
+  with live.Live(command, environment(devices, extra_env), REPOSITORY) as process:
+    status = process.wait(timeout)
+    if status:
+      raise AssertionError(process.failure(f'ended with {status}'))
+    return Run(
+        Path(job_log_dir), process.output, process.seconds, process.seconds_after_last_words
+    )
 
 
 def scalars(job_log_dir: Path, kind: str = 'train') -> dict[str, dict[int, float]]:
@@ -173,7 +158,3 @@ def _scalar(tf, value) -> float | None:
     return float(tf.make_ndarray(value.tensor))
   return None
 
-
-def _failure(command: Sequence[str], what: str, output: str) -> str:
-  tail = '\n'.join(output.splitlines()[-60:])
-  return f'{what}: {" ".join(command)}\n{tail}'
