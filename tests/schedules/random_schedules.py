@@ -48,3 +48,20 @@ def random_schedule(
     done.add(task)
     lists[placement[task.stage]].append(task)
   return FromTable(lists)
+
+
+def ascending(schedule: Schedule, num_microbatches: int) -> Schedule:
+  """The schedule with each stage's forwards and backwards in the order of the microbatches.
+
+  Valid if `schedule` is: whenever a stage's k-th task of a phase is due, at least k tasks that it
+  could need are done.
+  """
+  seen: dict[tuple[int, Phase], int] = {}
+  lists: list[list[Task]] = []
+  for tasks in schedule.tasks(num_microbatches):
+    lists.append([])
+    for task in tasks:
+      k = seen.get((task.stage, task.phase), 0)
+      seen[task.stage, task.phase] = k + 1
+      lists[-1].append(Task(task.stage, task.phase, k))
+  return FromTable(lists)

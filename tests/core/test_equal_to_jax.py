@@ -1,0 +1,100 @@
+"""A tied-embedding transformer trained by `mpmd_jit` and by `jax.jit`."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import pax_mpmd as mpmd
+from pax_mpmd import schedules
+from tests import oracle
+from tests.core import transformer
+from tests.schedules.random_schedules import ascending
+from tests.schedules.random_schedules import random_schedule
+
+STAGES, MICROBATCHES, STEPS = 4, 4, 10
+
+
+class Reversed(schedules.Schedule):
+  """1F1B with the last stage on the first actor."""
+
+  def placement(self):
+    return tuple(reversed(range(self.num_stages)))
+
+  def tasks(self, num_microbatches):
+    return tuple(reversed(schedules.OneFOneB(self.num_stages).tasks(num_microbatches)))
+
+
+SCHEDULES = {
+    'gpipe': schedules.GPipe(num_stages=STAGES),
+    '1f1b': schedules.OneFOneB(num_stages=STAGES),
+    'interleaved': schedules.InterleavedOneFOneB(num_stages=STAGES, num_actors=2),
+    '1f1b on 2 actors': schedules.OneFOneB(num_stages=STAGES, num_actors=2),
+    '1f1b reversed': Reversed(num_stages=STAGES),
+    'random': ascending(random_schedule(0, STAGES, 3, MICROBATCHES), MICROBATCHES),
+}
+
+
+def train(fn, num_steps=STEPS):
+  """The state after `num_steps` and what each step returned."""
+  state, outs = transformer.init(STAGES), []
+  for i in range(num_steps):
+    state, out = fn(state, transformer.batch(MICROBATCHES, seed=i))
+    outs.append(mpmd.device_get(out))
+  return mpmd.device_get(state), outs
+
+
+@functools.cache
+def by_jax():
+  return train(jax.jit(transformer.train_step))
+
+
+@functools.cache
+def by_mpmd(name):
+  with mpmd.LocalRuntime(devices=jax.devices()[:1]) as runtime:
+    return train(
+        mpmd.mpmd_jit(
+            transformer.train_step, schedule=SCHEDULES[name], runtime=runtime, donate_argnums=0
+        )
+    )
+
+
+@pytest.mark.parametrize('name', ['gpipe', '1f1b', 'interleaved'])
+def test_training_is_that_of_jax(name):
+  """Losses, gradients, their norm and the state of 10 steps, clipping at work."""
+  state, outs = by_mpmd(name)
+  expected_state, expected = by_jax()
+  for i, (a, d) in enumerate(zip(outs, expected)):
+    assert d['norm'] > transformer.CLIP
+    for key in ('losses', 'norm', 'accuracies'):
+      np.testing.assert_allclose(a[key], d[key], rtol=2e-5, err_msg=f'{key} of step {i}')
+    oracle.assert_trees_close(a['grads'], d['grads'], rtol=1e-4, atol=1e-5, what=f'step {i} ')
+  oracle.assert_trees_close(state, expected_state, rtol=1e-4, atol=1e-5)
+  assert outs[-1]['losses'].mean() < outs[0]['losses'].mean() - 0.2
+
+
+@pytest.mark.parametrize('name', [n for n in SCHEDULES if n != 'gpipe'])
+def test_schedules_and_placements_agree_to_the_last_bit(name):
+  """Schedules that add the gradients in the same order give the same bits, wherever stages are."""
+  assert np.isfinite(by_mpmd('gpipe')[1][-1]['norm'])
+  oracle.assert_trees_equal(by_mpmd(name), by_mpmd('gpipe'))
+
+
+@pytest.fixture(scope='module')
+def ray_runtime():
+  # XLA's matrix products on a CPU add in another order where they may use one thread only.
+  runtime = mpmd.RayRuntime(threads_per_actor=2)
+  yield runtime
+  runtime.close()
+
+
+@pytest.mark.parametrize('name', ['gpipe', '1f1b'])
+def test_ray_agrees_with_threads_to_the_last_bit(ray_runtime, name):
+  """Actors in processes of their own give what actors in threads give."""
+  fn = mpmd.mpmd_jit(
+      transformer.train_step, schedule=SCHEDULES[name], runtime=ray_runtime, donate_argnums=0
+  )
+  oracle.assert_trees_equal(train(fn), by_mpmd(name))
