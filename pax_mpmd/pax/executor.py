@@ -74,6 +74,7 @@ class MpmdExecutor(executors.DefaultExecutor):
     try:
       with self._stopping_signals():
         super().start()
+        self._progress.finish()
     finally:
       self._status.say('stopping the actors')
       self._partitioner.close()
@@ -118,7 +119,6 @@ class MpmdExecutor(executors.DefaultExecutor):
     self._status.say(f'{name}: ending after the step in progress (once more: at once)')
 
   def _say_end(self) -> None:
-    self._progress.finish()
     say, report = self._status.say, self._report
     if report.losses:
       (first, a), (last, b) = report.losses[0], report.losses[-1]

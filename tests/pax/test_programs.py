@@ -1,0 +1,141 @@
+"""Progress lines, lazy results and gathered checkpoints, with stand-ins for Pax's own parts."""
+
+from __future__ import annotations
+
+import io
+import numbers
+import types
+
+import jax
+import numpy as np
+from pax_mpmd.pax import checkpoint
+from pax_mpmd.pax import lazy
+from pax_mpmd.pax import programs
+from pax_mpmd.pax import status as status_lib
+from paxml import metric_utils
+
+
+class _Train:
+  """A train program whose loss is 10 / step."""
+
+  def should_run(self, state, step):
+    del state
+    return step < 4
+
+  def run(self, state, step):
+    loss = np.float32(10.0 / (step + 1))
+    return types.SimpleNamespace(state=state, loss=loss, new_train_step=step + 1)
+
+
+class _Eval:
+  """An eval program that finds a loss of 3."""
+
+  eval_input = types.SimpleNamespace(name='test')
+
+  def run(self, state, step):
+    del state, step
+    return types.SimpleNamespace(eval_metrics={'total_loss': 3.0})
+
+
+def _programs(stream):
+  report, status = programs.Report(), status_lib.Status(stream)
+  train = programs.TrainWithProgress(_Train(), 4, report, status, interval_s=0.0)
+  return train, programs.EvalWithProgress(_Eval(), train, report, status), report
+
+
+def test_progress_lines():
+  """The first line comes with the first step, the newest loss is not waited for, the end tells it."""
+  stream = io.StringIO()
+  train, evaluate, report = _programs(stream)
+  step = 0
+  while train.should_run(None, step):
+    step = train.run(None, step).new_train_step
+  assert 'step 1/4  loss 10.0000' in stream.getvalue()
+  assert 'step 3/4' in stream.getvalue()
+  assert 'step 4/4' not in stream.getvalue()
+  train.finish()
+  assert 'step 4/4  loss 2.5000' in stream.getvalue()
+  evaluate.run(None, step)
+  assert report.losses == [(1, 10.0), (4, 2.5)]
+  assert report.eval_losses == {'test': [(4, 3.0)]}
+
+
+def test_a_stop_request_ends_training_before_the_next_step():
+  """After `stop_requested` no further step runs, although Pax's program would go on."""
+  train, _, _ = _programs(io.StringIO())
+  assert train.should_run(None, 1)
+  train.stop_requested = True
+  assert not train.should_run(None, 1)
+
+
+def test_lazy_results_are_fetched_together_and_count_as_scalars():
+  """Reading one result fetches its whole group, once; Pax averages them as weighted scalars."""
+  fetched = []
+
+  def fetch(arrays):
+    fetched.append(len(arrays))
+    return arrays
+
+  tree = lazy.lazy({'a': (np.float32(2.0), np.float32(3.0)), 'b': np.arange(3)}, fetch)
+  assert not fetched
+  assert tree['a'][0].shape == () and tree['b'].dtype == np.arange(3).dtype
+  assert isinstance(tree['a'][0], numbers.Number)
+  assert metric_utils.as_float([tree['a'], tree['a']]) == 2.0
+  np.testing.assert_array_equal(jax.device_get(tree)['b'], [0, 1, 2])
+  assert fetched == [3]
+
+
+class _Manager:
+  """Saves every second step."""
+
+  def __init__(self):
+    self.saved = []
+
+  def should_save(self, step):
+    return step % 2 == 0
+
+  def latest_step(self):
+    return max(self.saved, default=None)
+
+
+class _Checkpointer:
+  """What Pax's checkpointer looks like from outside."""
+
+  step_to_restore = 7
+
+  def __init__(self):
+    self.checkpoint_manager = _Manager()
+    self.states = []
+
+  def save_if_needed(self, step, state, *args):
+    del args
+    self.checkpoint_manager.saved.append(step)
+    self.states.append(state)
+
+  def save_final(self, step, *, partitioned_train_state, **kwargs):
+    del kwargs
+    self.save_if_needed(step, partitioned_train_state)
+
+
+def test_the_state_is_gathered_only_when_a_save_is_due():
+  """Steps that Pax's manager does not save fetch nothing; saved arrays are on the driver's mesh."""
+  inner, gathered = _Checkpointer(), []
+  mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]).reshape(2, 1), ('stage', 'mdl'))
+
+  def gather(tree):
+    gathered.append(tree)
+    return tree
+
+  outer = checkpoint.GatheringCheckpointer(inner, gather, mesh)
+  state = {'w': np.arange(4.0, dtype=np.float32), 'step': np.int32(3)}
+  specs = {'w': jax.sharding.PartitionSpec('stage'), 'step': jax.sharding.PartitionSpec()}
+  for step in range(4):
+    outer.save_if_needed(step, state, None, specs, None)
+  outer.save_final(3, partitioned_train_state=state, train_state_pspecs=specs)
+  outer.save_final(3, partitioned_train_state=state, train_state_pspecs=specs)
+  assert inner.checkpoint_manager.saved == [0, 2, 3]
+  assert len(gathered) == 3
+  saved = inner.states[-1]
+  np.testing.assert_array_equal(saved['w'], state['w'])
+  assert saved['w'].sharding == jax.sharding.NamedSharding(mesh, specs['w'])
+  assert outer.step_to_restore == 7
