@@ -15,19 +15,19 @@ With --mpmd:
 
 The experiment must be a pipelined one: NUM_STAGES, NUM_MICROBATCHES or MICROBATCH_SIZE and
 ICI_MESH_SHAPE = [NUM_STAGES, 1, 1, 1]. --exp is the full name of a registered class, such as
-configs.stdlib_lm.StdlibLm; its module is imported. With --eval_on_test the test split is evaluated
-every EVAL_INTERVAL_STEPS, as in paxml.main. The same command again goes on from the last checkpoint.
-Ctrl-C ends after the step in progress, with a checkpoint.
+configs.stdlib_lm.StdlibLm; its module is imported. With --eval_on_test the test split is
+evaluated every EVAL_INTERVAL_STEPS, as in paxml.main. The same command again goes on from the last
+checkpoint. Ctrl-C ends after the step in progress, with a checkpoint.
 
 --helpfull shows Pax's flags too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import os
 import sys
 import time
-from typing import Sequence
 
 __all__ = ['run']
 

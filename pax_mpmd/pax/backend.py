@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 import copy
-from typing import Any, Callable
+from typing import Any
 
 import fiddle as fdl
+
 import pax_mpmd
 from pax_mpmd import errors
 from pax_mpmd import schedules

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
+from paxml import trainer_lib
+from praxis import base_hyperparams
+
 from pax_mpmd import schedules
 from pax_mpmd.pax import mixin
 from pax_mpmd.pax import status as status_lib
-from paxml import trainer_lib
-from praxis import base_hyperparams
-import numpy as np
 
 __all__ = ['dry_run']
 

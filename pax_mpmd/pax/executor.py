@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 import contextlib
 import signal
 import threading
-from typing import Any, Iterator, Sequence
+from typing import Any
+
+from paxml import executors
 
 from pax_mpmd.pax import checkpoint
 from pax_mpmd.pax import partitioner as partitioner_lib
 from pax_mpmd.pax import programs
 from pax_mpmd.pax import status as status_lib
-from paxml import executors
 
 __all__ = ['MpmdExecutor']
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import difflib
 import importlib
 import os
 import re
-from typing import Any, Sequence
+from typing import Any
 
 from absl import app
 from absl import flags
 from absl import logging
 from fiddle import absl_flags
 import jax
+from paxml import experiment_registry
+from paxml import main as paxml_main
+
 from pax_mpmd import errors
 from pax_mpmd import schedules
 from pax_mpmd.pax import dry_run
 from pax_mpmd.pax import mixin
 from pax_mpmd.pax import status as status_lib
 from pax_mpmd.pax import transform
-from paxml import experiment_registry
-from paxml import main as paxml_main
 
 __all__ = ['mpmd_experiment', 'run']
 

@@ -8,21 +8,23 @@ ordinary sequential model; under `mpmd_jit` the yields are where it is cut.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 import contextlib
 import threading
-from typing import Any, Callable, Iterator
+from typing import Any
 
 from flax import linen as nn
 from flax.core import lift
 import jax
 from jax import numpy as jnp
-from pax_mpmd.compile import marks
 from praxis import base_layer
 from praxis import pax_fiddle
 from praxis import pytypes
 from praxis.layers import checkpoint_policy
 from praxis.layers import pipeline
 from praxis.layers import transformers
+
+from pax_mpmd.compile import marks
 
 __all__ = [
     'MpmdCircularPipelined',

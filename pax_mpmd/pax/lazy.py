@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import numbers
 import threading
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np

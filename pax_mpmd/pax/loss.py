@@ -9,21 +9,23 @@ objective of a microbatch is W_i loss_i + (W / M - W_i) aux_i, W = sum(W_i).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
-from typing import Any, Callable
+from typing import Any
 
 import jax
 from jax import numpy as jnp
 import numpy as np
+from paxml import learners
+from paxml import sgf
+from paxml import trainer_lib
+from praxis import base_layer
+
 from pax_mpmd import errors
 from pax_mpmd.compile import jax_compat
 from pax_mpmd.compile import marks
 from pax_mpmd.pax import layer
 from pax_mpmd.pax import microbatches
-from paxml import learners
-from paxml import sgf
-from paxml import trainer_lib
-from praxis import base_layer
 
 __all__ = ['ScalarRules', 'find_rules', 'make_grad_fn', 'safe_divide', 'weighted']
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
+
 from pax_mpmd import errors
 
 __all__ = ['Microbatching', 'merge_microbatches', 'split_batch']

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import contextlib
-from typing import Any, Iterator
+from typing import Any
 from unittest import mock
 
 import jax
+from paxml import base_experiment
+
 from pax_mpmd.pax import backend as backend_lib
 from pax_mpmd.pax import executor as executor_lib
 from pax_mpmd.pax import partitioner as partitioner_lib
 from pax_mpmd.pax import status as status_lib
 from pax_mpmd.pax import transform
-from paxml import base_experiment
 
 __all__ = ['MpmdPipelineMixin']
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
-from typing import Any, Callable
+from typing import Any
 
 from absl import logging
 import jax
 import numpy as np
+from paxml import partitioning
+from paxml import trainer_lib
+
 from pax_mpmd import errors
 from pax_mpmd.pax import lazy
 from pax_mpmd.pax import train_step as train_step_lib
 from pax_mpmd.pax import transform
-from paxml import partitioning
-from paxml import trainer_lib
 
 __all__ = ['MpmdPartitioner']
 
@@ -90,8 +92,8 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
     }
     if step_fn not in makers:
       raise errors.ConfigError(
-          f'MPMD pipelining runs Pax\'s train and eval steps; {getattr(step_fn, "__name__", step_fn)}'
-          ' is neither. Decoding (--decode_during_train) and custom train programs with step'
+          "MPMD pipelining runs Pax's train and eval steps;"
+          f' {getattr(step_fn, "__name__", step_fn)} is neither. Decoding (--decode_during_train) and custom train programs with step'
           ' functions of their own are not supported: run them without --mpmd.'
       )
     step = makers[step_fn](

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 import time
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
-from pax_mpmd.pax import status as status_lib
 from paxml import programs
+
+from pax_mpmd.pax import status as status_lib
 
 __all__ = ['EvalWithProgress', 'Report', 'TrainWithProgress']
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
-from typing import Any, Callable
+from typing import Any
 
 import jax
 from jax import numpy as jnp
+from paxml import trainer_lib
+
 from pax_mpmd.compile import marks
 from pax_mpmd.pax import layer
 from pax_mpmd.pax import loss as loss_lib
 from pax_mpmd.pax import microbatches
-from paxml import trainer_lib
 
 __all__ = ['make_eval_step', 'make_train_step']
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any, Sequence
+from typing import Any
+
+from praxis import pax_fiddle
+from praxis.layers import transformers
 
 from pax_mpmd import errors
 from pax_mpmd.pax import layer
 from pax_mpmd.pax import microbatches
-from praxis import pax_fiddle
-from praxis.layers import transformers
 
 __all__ = ['PipelineConfig', 'find_pipeline', 'mpmd_task', 'num_devices']
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+
 from tests.pax import tiny
 
 _EXPERIMENTS = {
@@ -32,6 +33,16 @@ def _assert_close(actual, desired, rtol, atol=0.0, what=''):
     )
 
 
+def _specs(tree):
+  return jax.tree_util.tree_leaves(
+      tree, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
+  )
+
+
+def _shapes(tree):
+  return jax.tree_util.tree_map(lambda x: x.shape, tree)
+
+
 def test_initial_state_is_bit_equal(runs):
   """The same seed gives the same variable tree, optimizer slots and values as Pax."""
   spmd, mpmd = runs
@@ -43,12 +54,8 @@ def test_state_metadata_is_equal(runs):
   spmd, mpmd = runs
   a = mpmd.partitioner.get_train_state_metadata()
   d = spmd.partitioner.get_train_state_metadata()
-  is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)
-  assert jax.tree_util.tree_leaves(a.partition_specs, is_leaf=is_spec) == (
-      jax.tree_util.tree_leaves(d.partition_specs, is_leaf=is_spec)
-  )
-  shapes = lambda tree: jax.tree_util.tree_map(lambda x: x.shape, tree)
-  assert shapes(a.unpadded_global_shapes) == shapes(d.unpadded_global_shapes)
+  assert _specs(a.partition_specs) == _specs(d.partition_specs)
+  assert _shapes(a.unpadded_global_shapes) == _shapes(d.unpadded_global_shapes)
 
 
 def test_train_steps_are_equal(runs):

@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 import jax
+from paxml import experiment_registry
+from praxis import pax_fiddle
 import pytest
+
 import pax_mpmd
 from pax_mpmd import errors
 from pax_mpmd import main
@@ -17,8 +20,6 @@ from pax_mpmd.pax import launch
 from pax_mpmd.pax import microbatches
 from pax_mpmd.pax import mixin
 from pax_mpmd.pax import transform
-from paxml import experiment_registry
-from praxis import pax_fiddle
 from tests.pax import tiny
 
 _PIPELINE = transform.PipelineConfig(4, 1, microbatches.Microbatching(8), 4)
@@ -48,7 +49,7 @@ def test_help_is_instant_and_tells_the_flags(capsys):
 def test_an_unknown_experiment_lists_similar_names():
   """A typing error in --exp gets the names that are close to it."""
   experiment_registry.register(tiny.TinyCircular, allow_overwrite=True)
-  with pytest.raises(errors.ConfigError, match='tiny.TinyCircular'):
+  with pytest.raises(errors.ConfigError, match=r'tiny\.TinyCircular'):
     launch.find_experiment('tests.pax.tiny.TinyCircula')
   with pytest.raises(errors.ConfigError, match='no registered experiment'):
     launch.find_experiment('no_such_module.Experiment')
@@ -79,7 +80,7 @@ def test_numbers_for_an_experiment_that_leaves_them_open():
   assert mixed().mpmd_pipeline() == transform.PipelineConfig(
       4, 1, microbatches.Microbatching(num_microbatches=2), 4
   )
-  with pytest.raises(errors.ConfigError, match='--mpmd_num_stages=2.*NUM_STAGES=4'):
+  with pytest.raises(errors.ConfigError, match=r'--mpmd_num_stages=2.*NUM_STAGES=4'):
     launch.mpmd_experiment(tiny.TinyLm, num_stages=2)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-import pytest
 from paxml import trainer_lib
+import pytest
+
 from tests.pax import tiny
 
 

@@ -6,6 +6,7 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
+
 from pax_mpmd.pax import loss
 from pax_mpmd.pax import microbatches
 

@@ -8,11 +8,12 @@ import types
 
 import jax
 import numpy as np
+from paxml import metric_utils
+
 from pax_mpmd.pax import checkpoint
 from pax_mpmd.pax import lazy
 from pax_mpmd.pax import programs
 from pax_mpmd.pax import status as status_lib
-from paxml import metric_utils
 
 
 class _Train:
@@ -44,7 +45,7 @@ def _programs(stream):
 
 
 def test_progress_lines():
-  """The first line comes with the first step, the newest loss is not waited for, the end tells it."""
+  """The first step has a line, the newest loss isn't waited for, the end tells it."""
   stream = io.StringIO()
   train, evaluate, report = _programs(stream)
   step = 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from paxml.tasks.lm.params import lm_cloud
 import pytest
+
 from pax_mpmd import errors
 from pax_mpmd.pax import layer
 from pax_mpmd.pax import microbatches
 from pax_mpmd.pax import mixin
 from pax_mpmd.pax import transform
-from paxml.tasks.lm.params import lm_cloud
 from tests.pax import tiny
 
 

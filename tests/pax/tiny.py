@@ -7,13 +7,14 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 import numpy as np
-from pax_mpmd.pax import partitioner as partitioner_lib
-from pax_mpmd.pax import transform
 from paxml import partitioning
 from paxml import trainer_lib
 from paxml.tasks.lm.params import lm_cloud
 from praxis import base_hyperparams
 from praxis import py_utils
+
+from pax_mpmd.pax import partitioner as partitioner_lib
+from pax_mpmd.pax import transform
 
 BATCH, LENGTH, VOCAB = 16, 16, 64
 
