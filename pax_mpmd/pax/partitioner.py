@@ -93,7 +93,8 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
     if step_fn not in makers:
       raise errors.ConfigError(
           "MPMD pipelining runs Pax's train and eval steps;"
-          f' {getattr(step_fn, "__name__", step_fn)} is neither. Decoding (--decode_during_train) and custom train programs with step'
+          f' {getattr(step_fn, "__name__", step_fn)} is neither. Decoding'
+          ' (--decode_during_train) and custom train programs with step'
           ' functions of their own are not supported: run them without --mpmd.'
       )
     step = makers[step_fn](
