@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.compile.branches import flatten_branches
 from pax_mpmd.compile.classes import Grid
 from pax_mpmd.compile.export import export
 from pax_mpmd.compile.partition import partition
 from pax_mpmd.compile.placement import place
-from pax_mpmd.compile.program import Aval, Leaf, Piece, StepProgram
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.compile.program import Leaf
+from pax_mpmd.compile.program import Piece
+from pax_mpmd.compile.program import StepProgram
 from pax_mpmd.compile.shared import delay_shared_sums
-from pax_mpmd.compile.trace import TracedStep, loop_of, trace_step
-from pax_mpmd.compile.unstack import UnstackedStep, unstack
+from pax_mpmd.compile.trace import loop_of
+from pax_mpmd.compile.trace import trace_step
+from pax_mpmd.compile.trace import TracedStep
+from pax_mpmd.compile.unstack import unstack
+from pax_mpmd.compile.unstack import UnstackedStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +76,11 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
   return CompiledStep(program, traced.out_tree, (*traced.notes, *step.notes, *placed.notes))
 
 
-def trace(step: Callable[..., Any], in_tree: Any, avals: Sequence[Any]) -> TracedStep:
+def trace(
+    step: Callable[..., Any], in_tree: Any, avals: Sequence[Any], donated: Sequence[bool]
+) -> TracedStep:
   """Traces a step; see `trace.trace_step`."""
-  return trace_step(step, in_tree, avals)
+  return trace_step(step, in_tree, avals, donated)
 
 
 def num_microbatches_of(traced: TracedStep) -> int:

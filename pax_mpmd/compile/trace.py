@@ -9,8 +9,9 @@ they can be cut: `accumulate_grads` in the step itself, `pipeline_yield` in the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -54,8 +55,12 @@ def loop_of(jaxpr: Any) -> Any:
   return eqn
 
 
-def trace_step(step: Callable[..., Any], in_tree: Any, avals: Sequence[Any]) -> TracedStep:
+def trace_step(
+    step: Callable[..., Any], in_tree: Any, avals: Sequence[Any], donated: Sequence[bool]
+) -> TracedStep:
   """Traces `step`, called with the arguments that `in_tree` and the flat `avals` describe.
+
+  `donated` says for each flat argument whether the caller gives it up.
 
   Raises:
     PartitionError: the step has no `accumulate_grads`, several, or one inside a loop or branch;
@@ -76,7 +81,8 @@ def trace_step(step: Callable[..., Any], in_tree: Any, avals: Sequence[Any]) -> 
   jaxpr = inliner.closed(closed)
   jaxpr, _ = jc.dce(jaxpr, [True] * len(jaxpr.outvars))
   _check_marks(jaxpr)
-  jaxpr = _own_results(jaxpr, inliner.constvars)
+  kept = [v for v, given_up in zip(jaxpr.invars, donated) if not given_up]
+  jaxpr = _own_results(jaxpr, [*inliner.constvars, *kept])
   consts = dict(zip(inliner.constvars, inliner.consts))
   jaxpr, consts = _drop_unused_consts(jaxpr, consts)
   return TracedStep(jaxpr, tuple(consts), out_tree[-1], tuple(dict.fromkeys(inliner.notes)))
@@ -109,9 +115,9 @@ def _check_marks(jaxpr: Any) -> None:
     )
 
 
-def _own_results(jaxpr: Any, constvars: Sequence[Any]) -> Any:
-  """Gives each result a variable of its own, so that each is a value that can be given away."""
-  taken = set(constvars)
+def _own_results(jaxpr: Any, kept: Sequence[Any]) -> Any:
+  """Gives each result a variable of its own, none of `kept`: a value that can be given away."""
+  taken = set(kept)
   eqns, outvars = list(jaxpr.eqns), []
   for v in jaxpr.outvars:
     if isinstance(v, jc.Literal) or v in taken:

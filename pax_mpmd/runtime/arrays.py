@@ -60,6 +60,11 @@ class MpmdArray:
     """The actors that hold a piece of it, ascending."""
     return tuple(sorted({b.actor for _, _, buffers in self._pieces for b in buffers}))
 
+  @property
+  def runtime(self) -> Runtime:
+    """The runtime whose actors hold it."""
+    return self._runtime
+
   def is_deleted(self) -> bool:
     """Whether the array was given to a step that has used its memory up."""
     return self._deleted
@@ -108,6 +113,9 @@ class MpmdArray:
     host = self._host
     assert host is not None
     return host if dtype is None else host.astype(dtype)
+
+  def __jax_array__(self) -> jax.Array:
+    return jax.numpy.asarray(np.asarray(self))
 
   def __getitem__(self, index: Any) -> np.ndarray:
     return np.asarray(self)[index]

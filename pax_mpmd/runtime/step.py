@@ -119,7 +119,7 @@ class MpmdFunction:
       )
       self._handles[key] = handle
     donated = self._donated(args, kwargs)
-    inputs = _scatter(planned, _unshared(leaves, donated))
+    inputs = _scatter(planned, _unshared(leaves, donated), self._runtime)
     outputs = self._runtime.run(handle, inputs)
     del inputs
     for leaf, given_up in zip(leaves, donated):
@@ -143,7 +143,8 @@ class MpmdFunction:
       return planned
     self._on_progress('tracing the step', 0, 1)
     args, kwargs = jax.tree_util.tree_unflatten(in_tree, list(avals))
-    traced = trace(self._step, in_tree, avals)
+    donated = self._donated(args, kwargs)
+    traced = trace(self._step, in_tree, avals, donated)
     self._on_progress('planning', 0, 1)
     # First, so that a broken schedule isn't reported as a step that doesn't fit it. A step without
     # a gradient needs no backward tasks; the planner finds out where they are missing.
@@ -158,7 +159,7 @@ class MpmdFunction:
         placement=placement,
         num_actors=self._schedule.num_actors,
         in_names=names,
-        donated=self._donated(args, kwargs),
+        donated=donated,
         next_value_of=_next_values(args, traced),
     )
     plan = planning.lower(compiled.program, self._schedule)
@@ -254,7 +255,9 @@ def _unshared(leaves: Sequence[Any], donated: Sequence[bool]) -> list[Any]:
   return out
 
 
-def _scatter(planned: PlannedStep, leaves: Sequence[Any]) -> list[list[np.ndarray | Buffer]]:
+def _scatter(
+    planned: PlannedStep, leaves: Sequence[Any], runtime: Runtime
+) -> list[list[np.ndarray | Buffer]]:
   """Per actor the values of its plan's inputs: buffers that are there, else host arrays."""
   hosts: dict[int, np.ndarray] = {}
 
@@ -263,7 +266,7 @@ def _scatter(planned: PlannedStep, leaves: Sequence[Any]) -> list[list[np.ndarra
     array = leaves[position]
     start = leaf.pieces[piece].start
     shape = planned.program.values[leaf.pieces[piece].value].shape
-    if isinstance(array, MpmdArray):
+    if isinstance(array, MpmdArray) and array.runtime is runtime:
       buffer = array.buffer_on(actor, start, shape)
       if buffer is not None:
         return buffer
