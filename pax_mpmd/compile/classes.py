@@ -8,13 +8,15 @@ slices' bounds make the grid.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 import dataclasses
 import itertools
 import math
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 from pax_mpmd.compile import jax_compat as jc
-from pax_mpmd.compile.primitives import ELEMENTWISE, REDUCTIONS
+from pax_mpmd.compile.primitives import ELEMENTWISE
+from pax_mpmd.compile.primitives import REDUCTIONS
 from pax_mpmd.compile.trace import loop_of
 
 

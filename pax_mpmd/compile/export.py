@@ -6,30 +6,30 @@ equal stages become one program.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import hashlib
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pax_mpmd.compile import jax_compat as jc
-from pax_mpmd.compile.partition import CutLoop, TaskBody
-from pax_mpmd.compile.placement import OuterBody, PlacedStep
-from pax_mpmd.compile.program import (
-    Aval,
-    Carry,
-    Executable,
-    Leaf,
-    Operand,
-    OperandKind,
-    OuterProgram,
-    Piece,
-    StepProgram,
-    TaskProgram,
-    ValueId,
-)
+from pax_mpmd.compile.partition import CutLoop
+from pax_mpmd.compile.partition import TaskBody
+from pax_mpmd.compile.placement import OuterBody
+from pax_mpmd.compile.placement import PlacedStep
+from pax_mpmd.compile.program import Aval
+from pax_mpmd.compile.program import Carry
+from pax_mpmd.compile.program import Executable
+from pax_mpmd.compile.program import Leaf
+from pax_mpmd.compile.program import Operand
+from pax_mpmd.compile.program import OperandKind
+from pax_mpmd.compile.program import OuterProgram
+from pax_mpmd.compile.program import Piece
+from pax_mpmd.compile.program import StepProgram
+from pax_mpmd.compile.program import TaskProgram
+from pax_mpmd.compile.program import ValueId
 
 
 def aval_of(v: Any) -> Aval:

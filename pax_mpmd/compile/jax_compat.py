@@ -5,11 +5,14 @@ What differs between JAX 0.4.26 and newer versions is settled here; the passes s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import functools
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import jax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
+from jax.interpreters import batching
+from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
 try:
@@ -205,7 +208,7 @@ broadcast_in_dim_p = jax.lax.broadcast_in_dim_p
 copy_p = jax.make_jaxpr(jax.numpy.copy)(0.0).jaxpr.eqns[-1].primitive
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _scalar_broadcast_params() -> dict[str, Any]:
   closed = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, (2,), ()))(0.0)
   return closed.jaxpr.eqns[0].params

@@ -12,9 +12,10 @@ it from that of the stage before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 import itertools
-from typing import Any, Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp

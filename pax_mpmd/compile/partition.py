@@ -19,17 +19,22 @@ Where an equation goes:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 
 from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.compile.classes import invariant_vars
-from pax_mpmd.compile.primitives import CHEAP_LAYOUT, HEAVY
-from pax_mpmd.compile.program import Operand, OperandKind
-from pax_mpmd.compile.segments import FREE, Segments, find_segments
+from pax_mpmd.compile.primitives import CHEAP_LAYOUT
+from pax_mpmd.compile.primitives import HEAVY
+from pax_mpmd.compile.program import Operand
+from pax_mpmd.compile.program import OperandKind
+from pax_mpmd.compile.segments import find_segments
+from pax_mpmd.compile.segments import FREE
+from pax_mpmd.compile.segments import Segments
 from pax_mpmd.compile.trace import loop_of
 
 # A constant up to this size may be an operand of a repeated equation, whatever the result's size.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
 import itertools
-from typing import Any, Callable
+from typing import Any
 
 import jax
 import numpy as np
 
 from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.compile.classes import Grid
-from pax_mpmd.compile.primitives import ELEMENTWISE, REDUCTIONS, ZERO_PRESERVING
+from pax_mpmd.compile.primitives import ELEMENTWISE
+from pax_mpmd.compile.primitives import REDUCTIONS
+from pax_mpmd.compile.primitives import ZERO_PRESERVING
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,10 @@ them itself, in the same order, to the same result.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.compile.partition import CutLoop

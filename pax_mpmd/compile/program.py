@@ -28,10 +28,10 @@ Values are named by integers (`ValueId`), the keys of `StepProgram.values`. Thre
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 import enum
 import math
-from typing import Mapping
 
 import numpy as np
 

@@ -22,7 +22,9 @@ from typing import Any
 import jax
 
 from pax_mpmd.compile import jax_compat as jc
-from pax_mpmd.compile.segments import FREE, Segments, find_segments
+from pax_mpmd.compile.segments import find_segments
+from pax_mpmd.compile.segments import FREE
+from pax_mpmd.compile.segments import Segments
 from pax_mpmd.compile.trace import loop_of
 from pax_mpmd.compile.unstack import UnstackedStep
 

@@ -14,13 +14,16 @@ whole array, and a note is kept. That is always right, and costs the transfer of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import itertools
-from typing import Any, Sequence
+from typing import Any
 
 from pax_mpmd.compile import jax_compat as jc
-from pax_mpmd.compile.classes import Grid, grids_of_step
-from pax_mpmd.compile.piecewise import Emitter, Pieces
+from pax_mpmd.compile.classes import Grid
+from pax_mpmd.compile.classes import grids_of_step
+from pax_mpmd.compile.piecewise import Emitter
+from pax_mpmd.compile.piecewise import Pieces
 from pax_mpmd.compile.trace import TracedStep
 
 
