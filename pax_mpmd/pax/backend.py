@@ -96,6 +96,10 @@ class Backend:
     self._spec = runtime
     self._runtime: Any = None
 
+  def check(self, num_microbatches: int) -> None:
+    """Raises ScheduleError if the schedule can't run that many microbatches."""
+    schedules.validate(self.schedule, num_microbatches)
+
   def build_step(
       self, fn: Callable[..., Any], donate_argnums: tuple[int, ...] = ()
   ) -> Callable[..., Any]:

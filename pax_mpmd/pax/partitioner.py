@@ -41,7 +41,7 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
       task: the task (instance or config), for its mesh.
       pipeline: what `transform.mpmd_task` found in it.
       backend: a `backend.Backend`, or what has its methods: `build_step(fn, donate_argnums)`,
-        `fetch(tree)` and `close()`.
+        `check(num_microbatches)`, `fetch(tree)` and `close()`.
       init_is_eval: as in Pax.
     """
     devices, needed = jax.local_devices(), pipeline.num_devices
@@ -70,6 +70,16 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
   def backend(self) -> Any:
     """What runs the steps."""
     return self._backend
+
+  def setup(self, *args, **kwargs) -> None:
+    """As in Pax; then checks that the batch splits and the schedule can run its microbatches.
+
+    Raises:
+      ConfigError, ScheduleError: they don't; nothing has been traced yet.
+    """
+    super().setup(*args, **kwargs)
+    batch_size = jax.tree_util.tree_leaves(self.train_inputs_shape_dtype)[0].shape[0]
+    self._backend.check(self._pipeline.microbatching.count(batch_size))
 
   def fetch(self, tree: Any) -> Any:
     """The arrays of a tree, wherever they are, as host arrays."""

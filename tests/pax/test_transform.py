@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 from paxml.tasks.lm.params import lm_cloud
+from praxis import base_hyperparams
 import pytest
 
 from pax_mpmd import errors
+from pax_mpmd import schedules
 from pax_mpmd.pax import layer
 from pax_mpmd.pax import microbatches
 from pax_mpmd.pax import mixin
@@ -53,6 +56,21 @@ def test_a_batch_that_does_not_split_is_refused():
   with pytest.raises(errors.ConfigError, match=r'NUM_MICROBATCHES=8.*\[1, 2, 3, 4, 6, 12\]'):
     microbatches.Microbatching(num_microbatches=8).count(12)
   assert microbatches.Microbatching(microbatch_size=4).count(12) == 3
+
+
+def test_a_schedule_that_can_not_run_the_microbatches_is_refused_before_tracing():
+  """The partitioner's set-up, which comes before everything slow, checks batch and schedule."""
+  table = schedules.FromTable([['0F0', '0B0'], ['1F0', '1B0'], ['2F0', '2B0'], ['3F0', '3B0']])
+  experiment = type('TableLm', (_Mpmd,), dict(SCHEDULE=table))()
+  partitioner = experiment.partitioner()
+  task = base_hyperparams.instantiate(experiment.task())
+  with pytest.raises(errors.ScheduleError):
+    partitioner.setup(task, jax.random.PRNGKey(0), train_inputs_shape_dtype=tiny.specs())
+  experiment = type('OddLm', (_Mpmd,), dict(NUM_MICROBATCHES=5))()
+  with pytest.raises(errors.ConfigError, match='NUM_MICROBATCHES=5'):
+    experiment.partitioner().setup(
+        task, jax.random.PRNGKey(0), train_inputs_shape_dtype=tiny.specs()
+    )
 
 
 def test_only_the_class_of_the_layer_changes():

@@ -124,7 +124,8 @@ def batch(seed: int, rows: int = BATCH) -> py_utils.NestedMap:
   )
 
 
-def _specs() -> Any:
+def specs() -> Any:
+  """Shapes and dtypes of a batch."""
   return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(0))
 
 
@@ -144,7 +145,7 @@ class Run:
       )
       self.partitioner = partitioning.PjitPartitioner(False, True, self.task, device_mesh=mesh)
     key = jax.random.PRNGKey(seed)
-    self.partitioner.setup(self.task, key, train_inputs_shape_dtype=_specs())
+    self.partitioner.setup(self.task, key, train_inputs_shape_dtype=specs())
     with self.partitioner.global_mesh:
       _, self.initial, _ = self.partitioner.initialize_prng_key_and_train_state(key, None, None)
     self.initial = jax.tree_util.tree_map(np.asarray, self.initial)
@@ -158,7 +159,7 @@ class Run:
           if is_eval
           else trainer_lib.train_step_single_learner
       )
-      self._steps[is_eval] = self.partitioner.partition(fn, _specs(), is_eval)[0]
+      self._steps[is_eval] = self.partitioner.partition(fn, specs(), is_eval)[0]
     if is_eval:
       state = state.to_eval_state()
     static = trainer_lib.BaseStepFnStaticArgs(unpadded_global_batch_size=None)
@@ -177,6 +178,9 @@ class PlainBackend:
   def build_step(self, fn, donate_argnums=()):
     del donate_argnums  # the tests look at states again
     return jax.jit(fn)
+
+  def check(self, num_microbatches):
+    assert num_microbatches > 0
 
   def fetch(self, tree):
     return jax.device_get(tree)
