@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import os
 import sys
 import time
+import warnings
 
 __all__ = ['run']
 
@@ -50,6 +51,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     # Before anything slow: importing Pax takes a while.
     print('[   0s] importing Pax', flush=True)
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+    warnings.filterwarnings('ignore', message='pkg_resources is deprecated')
   from pax_mpmd.pax import launch  # imports Pax
 
   launch.run(argv, quiet=mpmd, started=started)

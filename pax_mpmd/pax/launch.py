@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import contextlib
 import difflib
 import importlib
+import io
 import os
 import re
 from typing import Any
@@ -109,7 +111,8 @@ def _run_mpmd(argv: Sequence[str]) -> None:
       num_microbatches=FLAGS.mpmd_num_microbatches,
       runtime=FLAGS.mpmd_runtime,
   )
-  experiment_registry.register(experiment, allow_overwrite=True)
+  with contextlib.redirect_stderr(io.StringIO()):  # Pax prints that it was registered
+    experiment_registry.register(experiment, allow_overwrite=True)
   transform.check_experiment(experiment)
   start_backend(experiment, cpu_driver=FLAGS.mpmd_runtime != 'local')
   if FLAGS.mpmd_dry_run:
