@@ -59,31 +59,37 @@ class Actor:
     self._store: dict[int, xla.Array] = {}
     self._arriving: dict[int, np.ndarray] = {}  # arrays of which only some parts have come
     self._num_messages = 0
+    self._failure: Failure | None = None
 
   def handle(self, number: int, freed: Sequence[int], method: str, args: Sequence[Any]) -> Any:
     """Handles message `number`: forgets the `freed` buffers, then does what it asks for.
 
     Returns:
       The method's result, or a Failure; it never raises, so that a report also arrives where an
-      exception could not be pickled.
+      exception could not be pickled. After a failure every answer is that failure: the steps that
+      were sent before the driver knew would only miss what the failed one should have made, and
+      hide the cause.
     """
     assert number == self._num_messages, f'message {number}, expected {self._num_messages}'
     self._num_messages += 1
+    if self._failure is not None:
+      return self._failure
     try:
       for buffer_id in freed:
         self._store.pop(buffer_id, None)
       return getattr(self, f'_do_{method}')(*args)
     except StepFailed as error:
-      return error.failure
+      self._failure = error.failure
     except Exception as error:
       lost = isinstance(error, ChannelClosed)
-      return Failure(
+      self._failure = Failure(
           kind=FailureKind.LOST_PEER if lost else FailureKind.EXCEPTION,
           actor=self.rank,
           message=f'{method}: {type(error).__name__}: {error}.',
           traceback=''.join(traceback.format_exception(error)),
           peer=error.peer if lost else None,
       )
+    return self._failure
 
   def describe_progress(self) -> dict[str, Any]:
     """Where this actor is. Called from another thread while a message is being handled."""
