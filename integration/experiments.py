@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paxml import experiment_registry
+from paxml import tasks_lib
 from praxis import base_input
 from praxis import pax_fiddle
 
@@ -54,3 +55,43 @@ class TinyEvaluated(TinyPipelined):
   def datasets(self) -> list[pax_fiddle.Config[base_input.BaseInput]]:
     """Returns the inputs for training and for evaluation during training."""
     return [self._dataset_common(is_training=True), self._dataset_common(is_training=False)]
+
+
+@experiment_registry.register
+class TinyTo4(TinyPipelined):
+  """TinyPipelined up to step 4, with the learning rates of all 10."""
+
+  LAST_STEP = 4
+
+  def task(self) -> pax_fiddle.Config[tasks_lib.SingleTask]:
+    """Returns the task parameters, with an earlier end."""
+    task_p = super().task()
+    task_p.train.num_train_steps = self.LAST_STEP
+    return task_p
+
+
+@experiment_registry.register
+class TinyTo7(TinyTo4):
+  """TinyPipelined up to step 7."""
+
+  LAST_STEP = 7
+
+
+@experiment_registry.register
+class TinyEndless(TinyPipelined):
+  """Trains until it is stopped, in steps long enough to be hit; saves often."""
+
+  MODEL_DIMS = 64
+  HIDDEN_DIMS = MODEL_DIMS * 4
+  MAX_SEQ_LEN = 128
+  TRAIN_STEPS = 1_000_000
+  CHECKPOINT_EVERY_N_STEPS = 5
+  EVAL_INTERVAL_STEPS = 1_000_000
+
+
+@experiment_registry.register
+class TwoKindsOfMicrobatches(TinyPipelined):
+  """A mistake: of these two exactly one is to be set."""
+
+  NUM_MICROBATCHES = 8
+  MICROBATCH_SIZE = 2

@@ -1,0 +1,44 @@
+"""What the end-to-end tests share: runs side by side, and the stock run they compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent import futures
+import os
+from pathlib import Path
+
+import pytest
+
+from integration import stock
+
+# Before a test reads summaries: TensorFlow says much where there is no CUDA.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+# For the fixtures; a run has its own limit. Generous, since a busy machine takes three times as
+# long as a free one.
+TIMEOUT_S = 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Tests wait for whole command lines: more time for each than unit tests get."""
+  for item in items:
+    item.add_marker(pytest.mark.timeout(2 * TIMEOUT_S), append=False)
+
+
+@pytest.fixture(scope='session')
+def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., futures.Future]]:
+  """A function that has a callable run in the background; two run at a time."""
+  del tmp_path_factory  # outlives the pool
+  pool = futures.ThreadPoolExecutor(2)
+  yield pool.submit
+  pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope='session')
+def stock_run(
+    submit: Callable[..., futures.Future], tmp_path_factory: pytest.TempPathFactory
+) -> futures.Future[stock.Run]:
+  """10 steps of TinyPipelined by stock Pax, begun at the first use."""
+  folder: Path = tmp_path_factory.mktemp('stock')
+  experiment = 'integration.experiments.TinyPipelined'
+  return submit(stock.run_pax, experiment, folder, timeout=TIMEOUT_S)
