@@ -2,8 +2,8 @@
 
 Values that an equation computes from each other cell by cell along their leading axis belong to
 one class (a stacked weight, its gradient, its moments, its update). A class is split where the
-loop's body slices one of its members, constant over the microbatches, along the leading axes; the
-slices' bounds make the grid.
+loop's body slices one of its members, constant over the microbatches, along the leading axes, or
+sums what is padded with zeros along them (the gradient of a slice); the bounds make the grid.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.compile.primitives import ELEMENTWISE
 from pax_mpmd.compile.primitives import REDUCTIONS
 from pax_mpmd.compile.trace import loop_of
+
+_Box = tuple[tuple[int, int], ...]  # (start, limit) along each axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Grid:
 
   def cells(self) -> Iterator[tuple[tuple[int, int], ...]]:
     """The (start, limit) of every leading axis, cell by cell."""
-    return itertools.product(*(list(zip(b, b[1:])) for b in self.bounds))
+    return itertools.product(*(itertools.pairwise(b) for b in self.bounds))
 
   def boxes(self) -> Iterator[tuple[slice, ...]]:
     """Index expressions of the cells."""
@@ -87,7 +89,7 @@ def _linked(eqn: Any) -> list[Any]:
   shape = out.aval.shape
   arrays = [v for v in eqn.invars if isinstance(v, jc.Var) and v.aval.shape]
   if name in ELEMENTWISE:
-    return [out, *(v for v in arrays if v.aval.shape == shape)]
+    return [out, *(v for v in arrays if v.aval.shape[0] == shape[0])]
   if not arrays:
     return []
   x = arrays[0]
@@ -137,6 +139,21 @@ def _sum_vars(body: Any, num_summed: int) -> set[Any]:
   return chain
 
 
+def _box(eqn: Any, invariant: set[Any], sums: set[Any]) -> tuple[Any, _Box | None]:
+  """The stacked array that an equation takes a box of, or puts one into, and the box."""
+  p = eqn.params
+  if eqn.primitive.name == 'slice' and eqn.invars[0] in invariant:
+    x = eqn.invars[0]
+    if p['strides'] is None or all(s == 1 for s in p['strides']):
+      return x, tuple(zip(p['start_indices'], p['limit_indices']))
+  elif eqn.primitive.name == 'pad' and eqn.outvars[0] in sums:
+    out = eqn.outvars[0]
+    if out.aval.shape and all(c[0] >= 0 <= c[1] and c[2] == 0 for c in p['padding_config']):
+      sizes = eqn.invars[0].aval.shape
+      return out, tuple((c[0], c[0] + n) for c, n in zip(p['padding_config'], sizes))
+  return None, None
+
+
 def grids_of_step(jaxpr: Any) -> dict[Any, Grid]:
   """The grid of every variable of the step, and of its loop's body, that is to be split."""
   loop = loop_of(jaxpr)
@@ -158,16 +175,11 @@ def grids_of_step(jaxpr: Any) -> dict[Any, Grid]:
     if isinstance(inner, jc.Var) and not jc.is_drop(outer):
       classes.unite((outer, inner))
 
-  cuts: dict[Any, list[tuple[tuple[int, int], ...]]] = {}
+  cuts: dict[Any, list[_Box]] = {}
   shapes: dict[Any, tuple[int, ...]] = {}
   for eqn in body.eqns:
-    if eqn.primitive.name != 'slice' or eqn.invars[0] not in invariant:
-      continue
-    if eqn.params['strides'] is not None and any(s != 1 for s in eqn.params['strides']):
-      continue
-    x = eqn.invars[0]
-    box = tuple(zip(eqn.params['start_indices'], eqn.params['limit_indices']))
-    if box[0] == (0, x.aval.shape[0]):
+    x, box = _box(eqn, invariant, sums)
+    if box is None or box[0] == (0, x.aval.shape[0]):
       continue
     root = classes.find(x)
     cuts.setdefault(root, []).append(box)
@@ -186,7 +198,7 @@ def grids_of_step(jaxpr: Any) -> dict[Any, Grid]:
   return out
 
 
-def _grid(boxes: list[tuple[tuple[int, int], ...]], shape: tuple[int, ...]) -> Grid:
+def _grid(boxes: list[_Box], shape: tuple[int, ...]) -> Grid:
   def cut_axes(box):
     n = 0
     for (start, limit), size in zip(box, shape):

@@ -3,145 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-import dataclasses
 import itertools
 from typing import Any
 
-import jax
 import numpy as np
 
 from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.compile.classes import Grid
+from pax_mpmd.compile.pieces import Emitter
+from pax_mpmd.compile.pieces import Pieces
 from pax_mpmd.compile.primitives import ELEMENTWISE
 from pax_mpmd.compile.primitives import REDUCTIONS
 from pax_mpmd.compile.primitives import ZERO_PRESERVING
-
-
-@dataclasses.dataclass(frozen=True)
-class Pieces:
-  """A value as its pieces, cell by cell; None stands for zeros."""
-
-  grid: Grid
-  atoms: tuple[Any | None, ...]
 
 
 class _NotPiecewise(Exception):
   """The equation has no rule for these pieces."""
 
 
-class Emitter:
-  """Copies equations, on pieces where the operands are split.
-
-  Attributes:
-    env: value of each variable so far: an atom, or Pieces. Variables not in it stand for
-      themselves.
-    eqns: the equations emitted.
-    notes: a line for each gather.
-  """
-
-  def __init__(self, grids: dict[Any, Grid]):
-    self.grids = grids
-    self.env: dict[Any, Any] = {}
-    self.eqns: list[Any] = []
-    self.notes: list[str] = []
-
-  def read(self, atom: Any) -> Any:
-    return atom if isinstance(atom, jc.Literal) else self.env.get(atom, atom)
-
-  def bind(self, like: Any, invars: list[Any], aval: Any, primitive: Any = None, **params) -> Any:
-    """Appends an equation with one result and returns its variable."""
-    out = jc.new_var(aval)
-    primitive = like.primitive if primitive is None else primitive
-    self.eqns.append(jc.new_eqn(invars, [out], primitive, params, like))
-    return out
-
-  def filled(self, value: Pieces, aval: Any, like: Any | None = None) -> list[Any]:
-    """The atoms of `value`, zeros written out."""
-    shapes = value.grid.piece_shapes(aval.shape)
-    return [
-        self._zeros(aval.update(shape=s), like) if p is None else p
-        for p, s in zip(value.atoms, shapes)
-    ]
-
-  def _zeros(self, aval: Any, like: Any | None) -> Any:
-    zero = jc.Literal(np.zeros((), aval.dtype), aval.update(shape=()))
-    out = jc.new_var(aval)
-    params = jc.broadcast_params(aval.shape)
-    self.eqns.append(jc.new_eqn([zero], [out], jc.broadcast_in_dim_p, params, like))
-    return out
-
-  def whole(self, atom: Any, eqn: Any | None = None) -> Any:
-    """The value of `atom` as one atom; gathers pieces, and notes it if `eqn` is what needs it."""
-    value = self.read(atom)
-    if not isinstance(value, Pieces):
-      return value
-    if eqn is not None:
-      self.notes.append(
-          f'{atom.aval.str_short()} is gathered for {eqn.primitive.name} at {jc.source_of(eqn)},'
-          ' which has no piecewise form'
-      )
-    joined = self._join(self.filled(value, atom.aval, eqn), value.grid, atom.aval, eqn)
-    self.env[atom] = joined
-    return joined
-
-  def _join(self, atoms: list[Any], grid: Grid, aval: Any, like: Any | None) -> Any:
-    shape = list(aval.shape)
-    counts = [len(b) - 1 for b in grid.bounds]
-    for axis in reversed(range(grid.rank)):
-      groups = [atoms[i : i + counts[axis]] for i in range(0, len(atoms), counts[axis])]
-      atoms = []
-      for group in groups:
-        if len(group) == 1:
-          atoms.append(group[0])
-          continue
-        sizes = list(group[0].aval.shape)
-        sizes[axis] = shape[axis]
-        out = jc.new_var(aval.update(shape=tuple(sizes)))
-        self.eqns.append(
-            jc.new_eqn(group, [out], jax.lax.concatenate_p, {'dimension': axis}, like)
-        )
-        atoms.append(out)
-    (out,) = atoms
-    return out
-
-  def split(self, atom: Any, grid: Grid, like: Any | None = None) -> list[Any]:
-    """The value of `atom` as its pieces along `grid`."""
-    value = self.read(atom)
-    if isinstance(value, Pieces):
-      if value.grid == grid:
-        return self.filled(value, atom.aval, like)
-      value = self.whole(atom)
-    return [self._slice(value, cell, like) for cell in grid.cells()]
-
-  def _slice(self, atom: Any, cell: tuple[tuple[int, int], ...], like: Any | None) -> Any:
-    shape = atom.aval.shape
-    starts = tuple(a for a, _ in cell) + (0,) * (len(shape) - len(cell))
-    limits = tuple(b for _, b in cell) + tuple(shape[len(cell) :])
-    if starts == (0,) * len(shape) and limits == tuple(shape):
-      return atom
-    out = jc.new_var(atom.aval.update(shape=tuple(b - a for a, b in zip(starts, limits))))
-    params = {'start_indices': starts, 'limit_indices': limits, 'strides': None}
-    self.eqns.append(jc.new_eqn([atom], [out], jax.lax.slice_p, params, like))
-    return out
-
-  def emit(self, eqn: Any) -> None:
-    """Emits `eqn`, on pieces where that is possible."""
-    values = [self.read(v) for v in eqn.invars]
-    grids = [v.grid for v in values if isinstance(v, Pieces)]
-    wanted = self.grids.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
-    if not grids and wanted is None:
-      self.eqns.append(eqn.replace(invars=values))
+def emit(em: Emitter, eqn: Any) -> None:
+  """Emits `eqn`, on pieces where that is possible."""
+  values = [em.read(v) for v in eqn.invars]
+  grids = [v.grid for v in values if isinstance(v, Pieces)]
+  wanted = em.grids.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
+  if not grids and wanted is None:
+    em.eqns.append(eqn.replace(invars=values))
+    return
+  grid = wanted if wanted is not None else grids[0]
+  rule = _rule_of(eqn)
+  if rule is not None and len(eqn.outvars) == 1 and (grids or eqn.primitive.name in _MAKERS):
+    mark = len(em.eqns)
+    try:
+      em.env[eqn.outvars[0]] = rule(em, eqn, grid)
       return
-    grid = wanted if wanted is not None else grids[0]
-    rule = _rule_of(eqn)
-    if rule is not None and len(eqn.outvars) == 1 and (grids or eqn.primitive.name in _MAKERS):
-      mark = len(self.eqns)
-      try:
-        self.env[eqn.outvars[0]] = rule(self, eqn, grid)
-        return
-      except _NotPiecewise:
-        del self.eqns[mark:]
-    self.eqns.append(eqn.replace(invars=[self.whole(v, eqn) for v in eqn.invars]))
+    except _NotPiecewise:
+      del em.eqns[mark:]
+  em.eqns.append(eqn.replace(invars=[em.whole(v, eqn) for v in eqn.invars]))
 
 
 Rule = Callable[[Emitter, Any, Grid], Any]
@@ -188,11 +85,7 @@ def _elementwise(em: Emitter, eqn: Any, grid: Grid) -> Pieces:
       left = [i for i, g in enumerate(gone) if not g]
       out.append(_pieces_of(em, eqn, rows, left[0], grid)[cell] if left else None)
       continue
-    if any(gone) and (
-        (name in ZERO_PRESERVING)
-        or (name == 'mul' and not all(is_array))
-        or (name == 'div' and gone[0] and not is_array[1])
-    ):
+    if any(gone) and _keeps_zeros(eqn, gone):
       out.append(None)
       continue
     operands = [_pieces_of(em, eqn, rows, i, grid)[cell] for i in range(len(values))]
@@ -203,8 +96,35 @@ def _elementwise(em: Emitter, eqn: Any, grid: Grid) -> Pieces:
 def _pieces_of(em: Emitter, eqn: Any, rows: list[list[Any]], i: int, grid: Grid) -> list[Any]:
   """Operand i's pieces, made at the first use."""
   if not rows[i]:
-    rows[i] = em.split(eqn.invars[i], grid, eqn)
+    v = eqn.invars[i]
+    sizes = v.aval.shape[: grid.rank]
+    if sizes == grid.full_shape:
+      rows[i] = em.split(v, grid, eqn)
+    else:
+      # An axis of size 1 stands for the same element in every cell.
+      whole = em.whole(v, eqn)
+      rows[i] = [
+          em.box(whole, tuple((0, 1) if n == 1 else c for n, c in zip(sizes, cell)), eqn)
+          for cell in grid.cells()
+      ]
   return rows[i]
+
+
+def _keeps_zeros(eqn: Any, gone: list[bool]) -> bool:
+  """Whether the result is zeros where the operands `gone` are.
+
+  Zeros times a factor known only at run time aren't left out: it may be infinite.
+  """
+  name = eqn.primitive.name
+  if name in ZERO_PRESERVING:
+    return True
+  factors = [v for v, g in zip(eqn.invars, gone) if not g]
+  finite = all(
+      isinstance(v, jc.Literal) and np.ndim(v.val) == 0 and np.isfinite(v.val) for v in factors
+  )
+  if name == 'mul':
+    return finite
+  return name == 'div' and gone[0] and finite and all(v.val != 0 for v in factors)
 
 
 def _reduce(em: Emitter, eqn: Any, grid: Grid) -> Any:
@@ -340,7 +260,7 @@ def _slice(em: Emitter, eqn: Any, grid: Grid) -> Any:
   sub = Grid(tuple(tuple(b) for b in bounds))
   if sub == grid:
     return Pieces(grid, tuple(chosen))
-  return em._join(chosen, sub, aval, eqn)
+  return em.join(chosen, sub, aval, eqn)
 
 
 @_rule('pad')
@@ -381,7 +301,8 @@ def _pad(em: Emitter, eqn: Any, grid: Grid) -> Pieces:
       continue
     if not all(inside):
       raise _NotPiecewise
-    part = em._slice(source, tuple((a - lows[j], b - lows[j]) for j, (a, b) in enumerate(cell)), eqn)
+    box = tuple((a - lows[j], b - lows[j]) for j, (a, b) in enumerate(cell))
+    part = em.box(source, box, eqn)
     if any(c != (0, 0, 0) for c in inner):
       part = em.bind(eqn, [part, padding], aval.update(shape=shape), padding_config=inner)
     out.append(part)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# One result, of the shape of its array operands; rank-0 operands apply to every element.
+# One result, of the shape of its array operands, in which axes of size 1 may stand for any size;
+# rank-0 operands apply to every element.
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type
@@ -29,15 +30,14 @@ CHEAP_LAYOUT = frozenset(
     'broadcast_in_dim copy expand_dims iota reshape rev slice squeeze transpose pad'.split()
 )
 
-# f(zeros, scalar) = zeros for an operand that is all zeros, scalar being finite by contract of a
-# gradient's scale (a literal or a rank-0 value).
+# f(zeros) = zeros.
 ZERO_PRESERVING = frozenset('convert_element_type copy neg reduce_precision'.split())
 
 # Too dear to compute twice in order to save a transfer or a buffer.
 HEAVY = frozenset(
     """
-    approx_top_k cholesky conv_general_dilated cond custom_root dot_general eigh fft lu qr ragged_dot
-    random_bits random_fold_in random_gamma random_split reduce_window remat remat2 checkpoint scan
-    scatter scatter-add sort svd threefry2x32 top_k triangular_solve while
+    approx_top_k cholesky conv_general_dilated cond custom_root dot_general eigh fft lu qr
+    ragged_dot random_bits random_fold_in random_gamma random_split reduce_window remat remat2
+    checkpoint scan scatter scatter-add sort svd threefry2x32 top_k triangular_solve while
     """.split()
 )

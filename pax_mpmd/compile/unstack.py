@@ -22,8 +22,9 @@ from typing import Any
 from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.compile.classes import Grid
 from pax_mpmd.compile.classes import grids_of_step
-from pax_mpmd.compile.piecewise import Emitter
-from pax_mpmd.compile.piecewise import Pieces
+from pax_mpmd.compile.pieces import Emitter
+from pax_mpmd.compile.pieces import Pieces
+from pax_mpmd.compile.piecewise import emit
 from pax_mpmd.compile.trace import TracedStep
 
 
@@ -66,7 +67,7 @@ def unstack(step: TracedStep) -> UnstackedStep:
     if eqn.primitive.name == 'accumulate_grads':
       _unstack_loop(emitter, eqn, grids)
     else:
-      emitter.emit(eqn)
+      emit(emitter, eqn)
 
   out_grids: list[Grid | None] = []
   outvars: list[Any] = []
@@ -106,7 +107,7 @@ def _unstack_loop(emitter: Emitter, eqn: Any, grids: dict[Any, Grid]) -> None:
     body_consts.extend(pieces)
     inner.env[v] = Pieces(grid, pieces)
   for body_eqn in body.eqns:
-    inner.emit(body_eqn)
+    emit(inner, body_eqn)
 
   body_outs: list[Any] = []
   outvars: list[Any] = []
