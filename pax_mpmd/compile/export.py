@@ -57,6 +57,7 @@ class Exporter:
     self.executables: dict[str, Executable] = {}
     self.values: dict[ValueId, Aval] = {}
     self._ids: dict[Any, ValueId] = {}
+    self._lowered: dict[str, str] = {}  # identity -> key
 
   def value(self, v: Any) -> ValueId:
     """The number of the step value that variable `v` names."""
@@ -78,16 +79,21 @@ class Exporter:
       donated: Sequence[int],
       *identity: Any,
   ) -> str:
-    """Lowers `fn` unless a program with the same `identity` is there already; returns its key."""
+    """Lowers `fn` unless a program with the same `identity` has been; returns the program's key.
+
+    `identity` tells bodies of this step apart (it may hold addresses of functions). The key is
+    that of what came out, so it also holds among other steps and in other processes.
+    """
     text = repr((identity, [str(a) for a in avals], tuple(donated)))
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    if key not in self.executables:
+    if text not in self._lowered:
       args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
       module = jc.lower_to_stablehlo(fn, args, tuple(donated))
+      key = hashlib.sha256(module + repr(tuple(donated)).encode()).hexdigest()[:16]
+      self._lowered[text] = key
       self.executables[key] = Executable(
           key, tuple(avals), tuple(out_avals), tuple(donated), module
       )
-    return key
+    return self._lowered[text]
 
   def fingerprint(self, jaxpr: Any) -> str:
     """A text that is equal for jaxprs equal up to their variables' names."""
@@ -129,7 +135,7 @@ class Exporter:
       return outs
 
     avals = []
-    for op, v, row in zip(kept, jaxpr.invars, rows):
+    for v, row in zip(jaxpr.invars, rows):
       aval = aval_of(v)
       avals.append(Aval((cut.num_microbatches, *aval.shape), aval.dtype) if row else aval)
     carry_avals = [aval_of(_OfAval(cut.out_avals[c])) for c in carries]
@@ -234,7 +240,7 @@ def _fingerprint(jaxpr: Any, digest: Any) -> None:
 
 
 def _fingerprint_param(value: Any, digest: Any) -> None:
-  if type(value) in (tuple, list):
+  if isinstance(value, (tuple, list)):
     for v in value:
       _fingerprint_param(v, digest)
       digest.update(b',')
