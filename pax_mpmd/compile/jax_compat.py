@@ -10,6 +10,11 @@ import functools
 from typing import Any
 
 import jax
+from jax import core as _jax_core
+from jax._src import core as _src_core
+from jax._src import debugging
+from jax._src import prng
+from jax._src import source_info_util
 from jax.interpreters import ad
 from jax.interpreters import batching
 from jax.interpreters import mlir
@@ -36,17 +41,10 @@ except (ImportError, AttributeError):
   JaxprEqn = _core.JaxprEqn
   jaxpr_as_fun = _core.jaxpr_as_fun
 
-from jax import core as _jax_core
-
 ShapedArray = _jax_core.ShapedArray
 DropVar = getattr(_jax_core, 'DropVar', None)
 if DropVar is None:
   from jax._src.core import DropVar  # moved out of the public module in newer versions
-
-from jax._src import core as _src_core
-from jax._src import debugging
-from jax._src import prng
-from jax._src import source_info_util
 
 __all__ = [
     'ClosedJaxpr',
@@ -201,7 +199,9 @@ def is_float0(aval: Any) -> bool:
 
 def zero_like_tangent(primal: Any) -> Any:
   """The symbolic zero tangent of a primal value."""
-  return Zero.from_primal_value(primal) if hasattr(Zero, 'from_primal_value') else Zero.from_value(primal)
+  if hasattr(Zero, 'from_primal_value'):
+    return Zero.from_primal_value(primal)
+  return Zero.from_value(primal)
 
 
 broadcast_in_dim_p = jax.lax.broadcast_in_dim_p
@@ -254,7 +254,9 @@ def wrap_key(x: Any, aval: Any) -> Any:
   return prng.random_wrap(x, impl=aval.dtype._impl)
 
 
-def lower_to_stablehlo(fn: Callable[..., Any], args: Sequence[Any], donated: Sequence[int]) -> bytes:
+def lower_to_stablehlo(
+    fn: Callable[..., Any], args: Sequence[Any], donated: Sequence[int]
+) -> bytes:
   """Lowers `fn` for one device of the default backend to serialized StableHLO, all args kept."""
   lowered = jax.jit(fn, keep_unused=True, donate_argnums=tuple(donated)).lower(*args)
   return _module_to_bytecode(lowered.compiler_ir('stablehlo'))

@@ -202,7 +202,7 @@ class _Inliner:
         continue
       if name in _CALLBACKS:
         raise PartitionError(
-            f'The step calls {name}, at {jc.source_of(eqn)}. A program runs on an actor, which can\'t'
+            f'The step calls {name}, at {jc.source_of(eqn)}. Programs run on actors, which can\'t'
             ' call back into this Python process. Compute the value with JAX, or before the step'
             ' and pass it in the batch.'
         )
@@ -223,6 +223,11 @@ class _Inliner:
         outvars.append(fresh)
         env[v] = fresh
       effects = jc.without_debug_effects(eqn.effects)
+      if effects and self.inside is None:
+        raise PartitionError(
+            f'{name} at {jc.source_of(eqn)} has the side effects {sorted(map(str, effects))}, whose'
+            ' order can\'t be kept between actors. Take it out of the step.'
+        )
       eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, effects=effects))
     return [read(v) for v in jaxpr.outvars]
 
