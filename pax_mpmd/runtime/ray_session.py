@@ -152,6 +152,9 @@ class RaySession:
             include_dashboard=False,
             # Steps' inputs and fetched results only; activations never come here.
             object_store_memory=_OBJECT_STORE_BYTES,
+            # By default Ray's workers yield to every other process of the host; here they are the
+            # program, and whoever shares a core with one would stop the whole pipeline.
+            _system_config={'worker_niceness': 0},
             **quiet,
         )
     _num_users = 1
