@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 import contextlib
 import difflib
+import gc
 import importlib
 import io
 import os
@@ -70,6 +72,8 @@ def run(argv: Sequence[str], quiet: bool, started: float) -> None:
     started: `time.monotonic()` at the program's start.
   """
   status_lib.status.started = started
+  # Python looks for garbage once more when it ends; with all of Pax that takes seconds.
+  atexit.register(gc.freeze)
   if quiet:
     logging.set_verbosity(logging.ERROR)
   jax.config.config_with_absl()
