@@ -67,7 +67,8 @@ def _compare(args: argparse.Namespace) -> None:
         times[side].append(reply['seconds'] / args.steps)
         losses[side] = reply['loss']
       s, m = times['spmd'][-1], times['mpmd'][-1]
-      print(f'round {turn}: spmd {s:.3f} s/step, mpmd {m:.3f} s/step, ratio {s / m:.2f}', flush=True)
+      line = f'round {turn}: spmd {s:.3f} s/step, mpmd {m:.3f} s/step, ratio {s / m:.2f}'
+      print(line, flush=True)
   finally:
     for process in sides.values():
       process.stdin.close()

@@ -29,7 +29,22 @@ _HOMES = {
     'schedules': None,
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    'ActorError',
+    'ConfigError',
+    'LocalRuntime',
+    'MpmdArray',
+    'MpmdError',
+    'PartitionError',
+    'PlanError',
+    'RayRuntime',
+    'ScheduleError',
+    'accumulate_grads',
+    'device_get',
+    'mpmd_jit',
+    'pipeline_yield',
+    'schedules',
+]
 
 
 def __getattr__(name: str) -> Any:
