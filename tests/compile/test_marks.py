@@ -110,7 +110,8 @@ def loop(scale, batch):
 
 
 def by_hand(scale, batch):
-  outs = [microbatch_fn(scale)(jax.tree_util.tree_map(lambda x: x[i], batch)) for i in range(4)]
+  fn = microbatch_fn(scale)
+  outs = [fn(jax.tree_util.tree_map(lambda x, i=i: x[i], batch)) for i in range(4)]
   summed = outs[0][0]
   for out, _ in outs[1:]:
     summed = jax.tree_util.tree_map(jnp.add, summed, out)

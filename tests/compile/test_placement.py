@@ -149,7 +149,7 @@ def test_levels_count_messages():
 
 
 def test_moments_live_with_their_weights():
-  """The optimizer's state of a weight is on the weight's actor, though only the epilogue uses it."""
+  """The optimizer's state of a weight is where the weight is, though only the epilogue reads it."""
 
   def step(state, batch):
     ws, ms = state

@@ -180,7 +180,8 @@ def test_results_of_the_state_stay_where_its_arguments_are():
   planned = transformer_plan(4, 4, 4)
   num = len(jax.tree_util.tree_leaves(transformer.init(4)))
   for x, y in zip(planned.program.inputs[:num], planned.program.outputs[:num]):
-    assert [(p.start, p.actors) for p in x.pieces] == [(p.start, p.actors) for p in y.pieces], x.name
+    before, after = ([(p.start, p.actors) for p in leaf.pieces] for leaf in (x, y))
+    assert before == after, x.name
 
 
 def test_arguments_are_not_copied_to_all():

@@ -29,10 +29,6 @@ def message(error, step, *args, **kwargs) -> str:
   return text
 
 
-def line_of(fn) -> str:
-  return f'test_errors.py:{fn.__code__.co_firstlineno + 1}'
-
-
 def loss(ws, mb, num_yields=2):
   x = mb['x']
   for i, w in enumerate(ws):

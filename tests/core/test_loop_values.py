@@ -73,7 +73,7 @@ def test_auxiliary_losses_through_the_yields():
 
 
 def test_weight_decay_inside_the_loop():
-  """A term of the gradient that is the same for every microbatch, of each weight and in one norm."""
+  """Terms of the gradient that are the same for every microbatch: of each weight, and of all."""
 
   def loss_fn(ws, mb):
     return loss(ws, mb) + 0.01 * sum(jnp.sum(w**2) for w in ws) + jnp.sqrt(
