@@ -24,23 +24,16 @@ try:
   from jax.extend import core as _core
 
   Primitive = _core.Primitive
-  Jaxpr = _core.Jaxpr
-  ClosedJaxpr = _core.ClosedJaxpr
-  Var = _core.Var
-  Literal = _core.Literal
-  JaxprEqn = _core.JaxprEqn
-  jaxpr_as_fun = _core.jaxpr_as_fun
-except (ImportError, AttributeError):
-  from jax import core as _core
-
+except (ImportError, AttributeError):  # 0.4.26: not yet there
+  _core = _jax_core
   Primitive = _core.Primitive
-  Jaxpr = _core.Jaxpr
-  ClosedJaxpr = _core.ClosedJaxpr
-  Var = _core.Var
-  Literal = _core.Literal
-  JaxprEqn = _core.JaxprEqn
-  jaxpr_as_fun = _core.jaxpr_as_fun
 
+Jaxpr = _core.Jaxpr
+ClosedJaxpr = _core.ClosedJaxpr
+Var = _core.Var
+Literal = _core.Literal
+JaxprEqn = _core.JaxprEqn
+jaxpr_as_fun = _core.jaxpr_as_fun
 ShapedArray = _jax_core.ShapedArray
 DropVar = getattr(_jax_core, 'DropVar', None)
 if DropVar is None:
