@@ -71,6 +71,7 @@ class CutLoop:
     hoisted: equations to run once before the loop.
     outs: the loop's results: variables of the step.
     out_avals: avals of the results.
+    notes: a line for every large array that travels beside the gradients at the marks.
   """
 
   num_microbatches: int
@@ -82,6 +83,7 @@ class CutLoop:
   hoisted: tuple[Any, ...]
   outs: tuple[Any, ...]
   out_avals: tuple[Any, ...]
+  notes: tuple[str, ...]
 
   def owner(self, out: int) -> tuple[int, str]:
     """The task that adds to result `out`."""
@@ -122,6 +124,7 @@ class _Cutter:
     self.operand_index: dict[Any, int] = {}
     self.hoisted: list[Any] = []
     self.hoisted_vars: set[Any] = set()
+    self.notes: list[str] = []
 
   # -- what each variable is -------------------------------------------------------------------
 
@@ -253,6 +256,7 @@ class _Cutter:
         hoisted=tuple(self.hoisted),
         outs=tuple(self.loop.outvars),
         out_avals=tuple(jc.strip_weak_type(v.aval) for v in self.loop.outvars),
+        notes=tuple(self.notes),
     )
 
   def _owners(self) -> dict[int, int]:
@@ -277,6 +281,12 @@ class _Cutter:
       v = self.resolve(v)
       if not isinstance(v, jc.Literal):
         readers.setdefault(v, set()).add(owner[out])
+    at_marks = {
+        x
+        for i in self.segments.marks
+        for x in map(self.resolve, self.body.eqns[i].invars)
+        if not isinstance(x, jc.Literal)
+    }
     ids: dict[Any, int] = {}
     for i, eqn in enumerate(self.body.eqns):
       if i not in self.at:
@@ -284,9 +294,22 @@ class _Cutter:
       for v in eqn.outvars:
         others = readers.get(v, set()) - {self.at[i]}
         if others:
+          if v not in at_marks:
+            self._note_stray(v, self.at[i], others)
           assert min(others) > self.at[i], (eqn, self.at[i], others)
           ids[v] = len(ids)
     return ids
+
+  def _note_stray(self, v: Any, made: int, readers: set[int]) -> None:
+    """Notes a large value that one stage's backward hands to another's, other than at a mark."""
+    seg = self.segments
+    stages = {seg.stage(r) for r in readers} - {seg.stage(made)}
+    if seg.phase(made) == 'B' and stages and _nbytes(v.aval) > _SMALL_BYTES:
+      self.notes.append(
+          f'{v.aval.str_short()} of the backward pass of stage {seg.stage(made)} is sent to stages'
+          f' {sorted(stages)} for every microbatch: what is done with it inside the loop needs'
+          f' values of those stages (made at {jc.source_of(self.body.eqns[self.producer[v]])})'
+      )
 
   def _operand(self, outer: Any, is_batch: bool) -> Operand:
     index = self.operand_index.get((outer, is_batch))

@@ -73,7 +73,8 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
       outputs,
       piece_donated,
   )
-  return CompiledStep(program, traced.out_tree, (*traced.notes, *step.notes, *placed.notes))
+  notes = (*traced.notes, *step.notes, *cut.notes, *placed.notes)
+  return CompiledStep(program, traced.out_tree, notes)
 
 
 def trace(

@@ -156,6 +156,12 @@ def test_gradients_of_microbatches_seen_inside_the_loop():
     return mpmd.accumulate_grads(fn, batch)
 
   oracle.check(step, toy.weights(), toy.batch())
+  # The factor is known when the first stage's backward is done; so the gradients go there.
+  large = [np.full((64, 64), 0.01, np.float32)] * 3
+  batch = {k: np.ones((2, 2, 64), np.float32) for k in 'xy'}
+  notes = oracle.check(step, large, batch).notes
+  assert len(notes) >= 2 and all('for every microbatch' in note for note in notes)
+  assert oracle.check(toy.train_step(loss), large, batch).notes == ()
 
 
 def test_shared_gradient_seen_inside_the_loop():
