@@ -19,7 +19,6 @@ Where an equation goes:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
@@ -394,31 +393,3 @@ class _Cutter:
       self.hoisted.append(eqn.replace(invars=invars))
       self.hoisted_vars.update(eqn.outvars)
     return atom
-
-
-def evaluate_loop(cut: CutLoop, operands: Sequence[Any]) -> list[Any]:
-  """Runs the tasks in plain order on the values of `cut.operands`; returns the loop's results."""
-  import jax.numpy as jnp
-
-  num = cut.num_microbatches
-  sums = [np.zeros(a.shape, a.dtype) for a in cut.out_avals[: cut.num_summed]]
-  rows: list[list[Any]] = [[] for _ in cut.out_avals[cut.num_summed :]]
-  order = sorted(cut.tasks, key=lambda k: k[0] if k[1] == 'F' else 2 * 10**6 - k[0])
-  for m in range(num):
-    edges: dict[int, Any] = {}
-    for key in order:
-      task = cut.tasks[key]
-      args = []
-      for op in task.inputs:
-        if op.kind is OperandKind.EDGE:
-          args.append(edges[op.id])
-        else:
-          args.append(operands[op.id][m] if cut.is_batch[op.id] else operands[op.id])
-      for op, x in zip(task.outputs, jc.eval_jaxpr(task.jaxpr, (), *args)):
-        if op.kind is OperandKind.EDGE:
-          edges[op.id] = x
-        elif op.id < cut.num_summed:
-          sums[op.id] = sums[op.id] + x
-        else:
-          rows[op.id - cut.num_summed].append(x)
-  return [*sums, *(jnp.stack(r) for r in rows)]

@@ -11,7 +11,7 @@ import pytest
 
 import pax_mpmd as mpmd
 from pax_mpmd.compile import jax_compat as jc
-from pax_mpmd.compile.partition import evaluate_loop
+from pax_mpmd.compile.evaluate import evaluate_loop
 from pax_mpmd.compile.partition import partition
 from pax_mpmd.compile.program import OperandKind
 from pax_mpmd.compile.segments import find_segments

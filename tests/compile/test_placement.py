@@ -10,7 +10,7 @@ import numpy as np
 
 import pax_mpmd as mpmd
 from pax_mpmd.compile import jax_compat as jc
-from pax_mpmd.compile.partition import evaluate_loop
+from pax_mpmd.compile.evaluate import evaluate_loop
 from pax_mpmd.compile.partition import partition
 from pax_mpmd.compile.placement import place
 from pax_mpmd.compile.program import OperandKind
