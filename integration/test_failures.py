@@ -1,0 +1,155 @@
+"""Runs that are killed, interrupted or told to end: what they say, keep and leave behind.
+
+Two runs train side by side, each in a folder of its own. Both are stopped, started again in their
+folders, and stopped again, each time in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import os
+from pathlib import Path
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from integration import live
+from integration import stock
+
+# Until the first step is done; a busy machine takes long to import, trace and compile.
+START_LIMIT_S = 600
+# From a failure to the error, and to the last process of the run being gone.
+ERROR_LIMIT_S = 10
+GONE_LIMIT_S = 10
+# From a signal to the end of the run, a checkpoint included.
+STOP_LIMIT_S = 20
+
+
+def _start(folder: Path) -> live.Live:
+  command = [
+      sys.executable, '-m', 'pax_mpmd.main', '--exp=integration.experiments.TinyEndless',
+      f'--job_log_dir={folder}', '--mpmd',
+  ]
+  return live.Live(command, stock.environment(), stock.REPOSITORY)
+
+
+def _wait_until_training(run: live.Live, folder: Path) -> None:
+  """Waits until a run has trained and has saved a checkpoint of its own."""
+  step = int(run.wait_for(r'\] step (\d+)/', START_LIMIT_S).group(1))
+  assert live.repeat_until(lambda: max(stock.checkpoint_steps(folder), default=0) >= step, 240)
+
+
+def _shared_memory() -> set[str]:
+  return set(os.listdir('/dev/shm'))
+
+
+class _Pair:
+  """Starts two runs in two folders.
+
+  Attributes:
+    folders: {name: folder}.
+    runs: {name: run}.
+    begun_at: {name: the latest checkpoint there was before}.
+  """
+
+  def __init__(self, folders: dict[str, Path]):
+    self.folders = folders
+    self.shared_memory = _shared_memory()
+    self.begun_at = {
+        name: max(stock.checkpoint_steps(folder), default=0) for name, folder in folders.items()
+    }
+    self.runs = {name: _start(folder) for name, folder in folders.items()}
+
+  def close(self) -> None:
+    for run in self.runs.values():
+      run.kill()
+
+  def training(self, name: str) -> tuple[live.Live, Path]:
+    _wait_until_training(self.runs[name], self.folders[name])
+    return self.runs[name], self.folders[name]
+
+  def check_nothing_left(self, run: live.Live) -> None:
+    assert run.gone(GONE_LIMIT_S), run.failure(f'left behind:\n{run.describe_family()}')
+    # What others on this machine make there they also remove.
+    assert live.repeat_until(lambda: _shared_memory() <= self.shared_memory, 5), _shared_memory()
+
+
+@pytest.fixture(scope='module')
+def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Pair]:
+  """Two runs from the start."""
+  pair = _Pair({name: tmp_path_factory.mktemp(name) for name in ('a', 'b')})
+  yield pair
+  pair.close()
+
+
+@pytest.fixture(scope='module')
+def second(first: _Pair) -> Iterator[_Pair]:
+  """The same two started again in their folders, with at least one checkpoint in each."""
+  for name in first.runs:
+    if first.runs[name].family():  # only if their own tests were not run, or have failed
+      first.training(name)
+  first.close()
+  pair = _Pair(first.folders)
+  yield pair
+  pair.close()
+
+
+def test_killed_worker(first: _Pair):
+  """kill -9 of one actor's process ends the run with one error that names the actor."""
+  run, folder = first.training('a')
+  workers = run.workers()
+  assert sorted(workers) == [0, 1, 2, 3], run.output
+  time.sleep(1)  # the actors are idle while a checkpoint is made
+  killed = time.monotonic()
+  os.kill(workers[2], signal.SIGKILL)
+  line = run.wait_for('ActorError: (.*)', 3 * ERROR_LIMIT_S).group(1)
+  assert time.monotonic() - killed < ERROR_LIMIT_S
+  # Where it was is known only if it was killed inside an instruction.
+  pattern = r'actor 2(, stage 2)?, step \d+(, instruction `.*`)?: its process died'
+  assert re.match(pattern, line), line
+  assert run.wait(ERROR_LIMIT_S) == 1
+  assert 'Traceback' not in run.output
+  first.check_nothing_left(run)
+  assert stock.checkpoint_steps(folder)
+
+
+def test_sigterm(first: _Pair):
+  """SIGTERM ends a run after the step in progress, with a checkpoint of that step."""
+  run, folder = first.training('b')
+  before = stock.checkpoint_steps(folder)[-1]
+  run.send(signal.SIGTERM)
+  assert run.wait(STOP_LIMIT_S) == 0
+  assert 'Traceback' not in run.output
+  step = int(re.findall(r'checkpoint of step (\d+): ', run.output)[-1])
+  assert step >= before and stock.checkpoint_steps(folder)[-1] == step
+  assert 'the same command goes on from the checkpoint' in run.output
+  first.check_nothing_left(run)
+
+
+def test_ctrl_c_after_going_on(second: _Pair):
+  """A run whose worker was killed goes on from its checkpoint; Ctrl-C ends it with another one."""
+  run, folder = second.training('a')
+  restored = int(re.search(r'restoring the checkpoint of step (\d+)', run.output).group(1))
+  assert restored == second.begun_at['a'] > 0
+  assert int(re.search(r'\] step (\d+)/', run.output).group(1)) == restored + 1
+  # As a terminal does it: to all processes of the foreground.
+  os.killpg(run.pid, signal.SIGINT)
+  assert run.wait(STOP_LIMIT_S) == 0
+  assert 'Traceback' not in run.output
+  step = int(re.findall(r'checkpoint of step (\d+): ', run.output)[-1])
+  assert step > restored and stock.checkpoint_steps(folder)[-1] == step
+  second.check_nothing_left(run)
+
+
+def test_killed_driver(second: _Pair):
+  """kill -9 of the driver takes the actors and Ray with it."""
+  run, folder = second.training('b')
+  assert re.search(r'restoring the checkpoint of step [1-9]', run.output)
+  assert len(run.family()) > 4
+  run.send(signal.SIGKILL)
+  assert run.wait(5) == -signal.SIGKILL
+  second.check_nothing_left(run)
+  assert stock.checkpoint_steps(folder)
