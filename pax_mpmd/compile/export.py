@@ -86,7 +86,7 @@ class Exporter:
     """
     text = repr((identity, [str(a) for a in avals], tuple(donated)))
     if text not in self._lowered:
-      args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+      args = [jax.ShapeDtypeStruct(a.shape, a.numpy_dtype) for a in avals]
       module = jc.lower_to_stablehlo(fn, args, tuple(donated))
       key = hashlib.sha256(module + repr(tuple(donated)).encode()).hexdigest()[:16]
       self._lowered[text] = key

@@ -33,6 +33,7 @@ import dataclasses
 import enum
 import math
 
+import ml_dtypes
 import numpy as np
 
 ValueId = int
@@ -47,19 +48,22 @@ class Aval:
 
   @property
   def nbytes(self) -> int:
-    return math.prod(self.shape) * _itemsize(self.dtype)
+    return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+  @property
+  def numpy_dtype(self) -> np.dtype:
+    return dtype_named(self.dtype)
 
   def __str__(self) -> str:
     return f'{self.dtype}[{",".join(map(str, self.shape))}]'
 
 
-def _itemsize(dtype: str) -> int:
-  try:
-    return np.dtype(dtype).itemsize
-  except TypeError:
-    import ml_dtypes  # bfloat16 and the float8 kinds, which plain numpy doesn't know
+def dtype_named(name: str) -> np.dtype:
+  """The numpy dtype of that name; bfloat16 and the float8 kinds are those of ml_dtypes, as in JAX.
 
-    return np.dtype(getattr(ml_dtypes, dtype)).itemsize
+  numpy's own look-up can give another library's: TensorFlow registers a bfloat16 of its own.
+  """
+  return np.dtype(getattr(ml_dtypes, name, name))
 
 
 class OperandKind(enum.Enum):

@@ -159,7 +159,7 @@ class Actor:
     """Stores arrays that come in parts; the parts of one array come in order."""
     for buffer_id, aval, start, data in parts:
       if start == 0:
-        self._arriving[buffer_id] = xla.empty_aligned(aval.shape, xla.dtype_named(aval.dtype))
+        self._arriving[buffer_id] = xla.empty_aligned(aval.shape, aval.numpy_dtype)
       memory = self._arriving[buffer_id]
       memory.reshape(-1).view(np.uint8)[start : start + data.size] = data
       if start + data.size == aval.nbytes:

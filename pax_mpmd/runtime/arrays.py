@@ -10,7 +10,6 @@ import numpy as np
 
 from pax_mpmd.compile.program import Aval
 from pax_mpmd.errors import MpmdError
-from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.base import Runtime
 from pax_mpmd.runtime.buffers import Buffer
 
@@ -36,7 +35,7 @@ class MpmdArray:
       runtime: the runtime of the buffers.
     """
     self.shape = tuple(aval.shape)
-    self.dtype = xla.dtype_named(aval.dtype)
+    self.dtype = aval.numpy_dtype
     self._aval = aval
     self._pieces = tuple((tuple(s), tuple(n), tuple(b)) for s, n, b in pieces)
     self._runtime = runtime

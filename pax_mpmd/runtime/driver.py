@@ -18,7 +18,6 @@ from pax_mpmd.errors import ConfigError
 from pax_mpmd.errors import MpmdError
 from pax_mpmd.plan.instructions import Plan
 from pax_mpmd.runtime import interpreter
-from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.buffers import Buffer
 from pax_mpmd.runtime.failure import Failure
 from pax_mpmd.runtime.failure import FailureKind
@@ -210,7 +209,7 @@ class Driver(abc.ABC):
   def fetch(self, buffers: Sequence[Buffer]) -> list[np.ndarray]:
     self._check_usable()
     self._check_readable(buffers)
-    results = [np.empty(b.aval.shape, xla.dtype_named(b.aval.dtype)) for b in buffers]
+    results = [np.empty(b.aval.shape, b.aval.numpy_dtype) for b in buffers]
     rounds: dict[int, Iterator] = {}
     large = [i for i, buffer in enumerate(buffers) if buffer.inline is None]
     for actor in sorted({buffers[i].actor for i in large}):

@@ -202,7 +202,7 @@ class ShmIncoming:
       )
       arrays = []
       for aval in avals:
-        memory = xla.empty_aligned(aval.shape, xla.dtype_named(aval.dtype))
+        memory = xla.empty_aligned(aval.shape, aval.numpy_dtype)
         self._ring.read_into(_bytes_of(memory))
         arrays.append(xla.adopt(memory, self._device))
       return arrays

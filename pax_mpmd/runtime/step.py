@@ -283,8 +283,7 @@ def _scatter(
 
 
 def _host(array: Any, leaf: Leaf) -> np.ndarray:
-  dtype = np.asarray(array).dtype if leaf.aval.dtype == 'bfloat16' else np.dtype(leaf.aval.dtype)
-  return np.asarray(array, dtype)
+  return np.asarray(array, leaf.aval.numpy_dtype)
 
 
 def _gather(

@@ -30,16 +30,6 @@ def is_cpu(device: Device) -> bool:
   return device.platform == 'cpu'
 
 
-def dtype_named(name: str) -> np.dtype:
-  """The numpy dtype of that name, with the ones (bfloat16, float8) that only ml_dtypes knows."""
-  try:
-    return np.dtype(name)
-  except TypeError:
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name))
-
-
 def compile_module(module: bytes, device: Device) -> Loaded:
   """Compiles serialized StableHLO of a program for one device, to run on `device`.
 
