@@ -23,6 +23,20 @@ from praxis import schedules
 from configs import stdlib_task
 
 
+class ResumingInput(seqio_input.SeqIOInput):
+  """Goes on after the batches that the steps up to the restored checkpoint have seen.
+
+  Without it a restored run begins with the first batch again: Paxml 1.4.0 can't save the position
+  of a `SeqIOInput` with the TensorFlow it is pinned to. Batches are the same in each run, so the
+  number of steps says the position; Pax sets that number for its deterministic inputs.
+  """
+
+  def __post_init__(self):
+    if self.is_training and self.num_batches_to_skip is None:
+      self.num_batches_to_skip = self.deterministic_input_start_index._latest_model_step or None
+    super().__post_init__()
+
+
 class StdlibDataset(base_experiment.BaseExperiment):
   """Rows packed with pieces of the standard library's source code."""
 
@@ -34,7 +48,7 @@ class StdlibDataset(base_experiment.BaseExperiment):
   def _dataset_common(self, is_training: bool) -> pax_fiddle.Config[base_input.BaseInput]:
     """Returns the input of one split; evaluation takes the same rows each time."""
     return pax_fiddle.Config(
-        seqio_input.SeqIOInput,
+        ResumingInput,
         name='stdlib',
         mixture_name=stdlib_task.TASK_NAME,
         split_name='train' if is_training else 'test',

@@ -96,6 +96,16 @@ def test_training_rows_are_the_same_each_time(batches: list):
   assert len({batch.ids.tobytes() for batch in batches}) == len(batches)
 
 
+def test_a_restored_run_goes_on_in_the_data(session_data_root: Path, batches: list):
+  """Told the step of the checkpoint, as Pax does it, the input begins after that many batches."""
+  config = stdlib_lm.StdlibLm().datasets()[0]
+  config.batch_size = batches[0].ids.shape[0]
+  config.deterministic_input_start_index._latest_model_step = 1
+  resumed = fdl.build(config)
+  for batch in batches[1:]:
+    np.testing.assert_array_equal(resumed.get_next().ids, batch.ids)
+
+
 def test_evaluation_takes_the_same_rows_of_the_test_split(session_data_root: Path, batches: list):
   """After a reset, evaluation starts over; none of its full rows is one of training's."""
   del session_data_root
