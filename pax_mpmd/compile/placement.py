@@ -6,29 +6,33 @@ actors, and who holds each argument and result.
 Holds: every operand of a program is made on its actor, sent to it by an earlier program, or an
 argument there.
 
-An equation with a large operand runs where that operand lives; that is its home. Homes start at
-the loop's operands and results and spread over the equations until nothing changes, which takes
-optimizer moments to their parameters. Everything else (scalars, learning rates, the batch's
-reshapes, constants) has no home and runs wherever its result is asked for: repeating it is cheaper
-than a message. Of sums over actors (global norms) each actor thus receives the parts and adds
-them itself, in the same order, to the same result.
+Three steps, each from the result of the one before:
+
+  1. homes (homes.py): where an equation has to run, if anywhere in particular;
+  2. demand: starting from what the loop reads and what the step returns, which equations run on
+     which actors. One of these pairs is called an instance;
+  3. levels: how many messages, one after the other, an instance has to wait for. The instances of
+     one actor and level become one program.
+
+Of sums over actors (global norms) each actor receives the parts and adds them itself, in the same
+order, to the same result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import math
 from typing import Any
 
 from pax_mpmd.compile import jax_compat as jc
+from pax_mpmd.compile.homes import find_homes
+from pax_mpmd.compile.homes import Homes
+from pax_mpmd.compile.homes import Outer
+from pax_mpmd.compile.homes import outer_of
 from pax_mpmd.compile.partition import CutLoop
-from pax_mpmd.compile.program import OperandKind
-from pax_mpmd.compile.trace import loop_of
 
-# Values of at most this many elements (scalars, counts, random keys) don't decide where an
-# equation runs.
-_SMALL_ELEMENTS = 4
+Instance = tuple[int, int]  # (index of the equation, actor)
+Need = tuple[Any, int]  # (variable, actor that reads it)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,7 @@ class PlacedStep:
 
   Attributes:
     input_actors: per argument (piece) of the step's jaxpr the actors that need it, ascending.
-    output_actors: per result the actors that have it at the end; empty for constants.
+    output_actors: per result the actors that have it at the end.
     carry_initial: per loop result the variable that holds its value before the loop.
     carry_actor: per loop result its actor.
     prologue, epilogue: programs in an order in which each only needs earlier ones.
@@ -59,7 +63,14 @@ class PlacedStep:
   carry_actor: tuple[int, ...]
   prologue: tuple[OuterBody, ...]
   epilogue: tuple[OuterBody, ...]
-  notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Demand:
+  """What has to run, and who has to hold which argument, so that certain needs are met."""
+
+  instances: frozenset[Instance]
+  holders: Mapping[Any, frozenset[int]]
 
 
 def place(
@@ -74,297 +85,193 @@ def place(
     next_value_of: result position -> argument position, for results that take the argument's
       place in the next step and so should be where that is.
   """
-  return _Placer(jaxpr, cut, placement, next_value_of).place()
+  outer = outer_of(jaxpr, cut, placement, next_value_of)
+  homes = find_homes(outer)
+  loop_needs: list[Need] = [(v, a) for v, actors in outer.task_reads.items() for a in actors]
+  loop_needs += zip(outer.carry_initial, outer.carry_actor)
+  in_prologue = _demand(outer, homes, loop_needs).instances
+  demand, output_actors = _place_results(outer, homes, loop_needs)
+  result_needs = [(v, a) for v, actors in zip(jaxpr.outvars, output_actors) for a in actors]
+  level = _levels(outer, homes, demand)
+  level = _latest_levels(outer, homes, level, in_prologue, result_needs)
+  prologue, epilogue = _programs(outer, homes, level, in_prologue, loop_needs + result_needs)
+  return PlacedStep(
+      cut=cut,
+      input_actors=tuple(tuple(sorted(demand.holders[v])) for v in jaxpr.invars),
+      output_actors=tuple(tuple(sorted(w)) for w in output_actors),
+      carry_initial=tuple(outer.carry_initial),
+      carry_actor=tuple(outer.carry_actor),
+      prologue=prologue,
+      epilogue=epilogue,
+  )
 
 
-def _size(v: Any) -> int:
-  return math.prod(v.aval.shape)
+def _source(outer: Outer, homes: Homes, v: Any, actor: int) -> Instance | None:
+  """The instance that `actor` gets `v` from; None if no equation makes it."""
+  i = outer.producer.get(v) if isinstance(v, jc.Var) else None
+  return None if i is None else (i, homes.equations.get(i, actor))
 
 
-class _Placer:
-  """Working state of `place`."""
+def _demand(outer: Outer, homes: Homes, needs: Sequence[Need]) -> _Demand:
+  """Follows `needs` back to the step's arguments and the loop's results."""
+  wanted: dict[Any, set[int]] = {}
+  for v, a in needs:
+    wanted.setdefault(v, set()).add(a)
+  instances: set[Instance] = set()
+  for i in reversed(range(len(outer.eqns))):
+    actors = {a for v in outer.eqns[i].outvars for a in wanted.get(v, ())}
+    if not actors:
+      continue
+    if i in homes.equations:
+      actors = {homes.equations[i]}
+    instances.update((i, a) for a in actors)
+    for x in outer.eqns[i].invars:
+      if isinstance(x, jc.Var):
+        wanted.setdefault(x, set()).update(actors)
+  holders = {}
+  for v in outer.jaxpr.invars:
+    actors = wanted.get(v, set())
+    if v in homes.values and v not in outer.batch:
+      # Tasks read their own copy; anybody else gets it sent from home.
+      copies = set(outer.task_reads.get(v, ()))
+      actors = copies | ({homes.values[v]} if actors - copies else set())
+    holders[v] = frozenset(actors)
+  return _Demand(frozenset(instances), holders)
 
-  def __init__(self, jaxpr, cut: CutLoop, placement, next_value_of):
-    self.jaxpr = jaxpr
-    self.cut = cut
-    self.next_value_of = next_value_of
-    loop = loop_of(jaxpr)
-    at = jaxpr.eqns.index(loop)
-    zeros, self.carry_initial = _carry_zeros(cut)
-    self.eqns = [*jaxpr.eqns[:at], *cut.hoisted, *zeros, *jaxpr.eqns[at + 1 :]]
-    self.producer = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
-    self.constvars = set(jaxpr.constvars)
-    self.invars = set(jaxpr.invars)
-    self.carry_actor = [placement[cut.owner(out)[0]] for out in range(len(cut.outs))]
-    self.carry_of = {v: a for v, a in zip(cut.outs, self.carry_actor) if not jc.is_drop(v)}
-    # Which actors' tasks read which values, ascending.
-    self.task_reads: dict[Any, list[int]] = {}
-    batch: set[Any] = set()
-    for task in cut.tasks.values():
-      for op in task.inputs:
-        if op.kind is OperandKind.STEP:
-          v = cut.operands[op.id]
-          actors = self.task_reads.setdefault(v, [])
-          if placement[task.stage] not in actors:
-            actors.append(placement[task.stage])
-            actors.sort()
-          if cut.is_batch[op.id]:
-            batch.add(v)
-    self.batch = batch
-    self.home: dict[Any, int] = {}
-    self.eqn_home: dict[int, int] = {}
-    self.notes: list[str] = []
 
-  # -- homes -----------------------------------------------------------------------------------
-
-  def _find_homes(self) -> None:
-    home = self.home
-    home.update(self.carry_of)
-    for v, actors in self.task_reads.items():
-      if v not in self.batch and v not in self.constvars and _size(v) > _SMALL_ELEMENTS:
-        home.setdefault(v, actors[0])
-    outs = self.jaxpr.outvars
-    for out, arg in self.next_value_of.items():
-      x, y = self.jaxpr.invars[arg], outs[out]
-      if isinstance(y, jc.Var) and x in home and _size(y) > _SMALL_ELEMENTS:
-        home.setdefault(y, home[x])
-    changed = True
-    while changed:
-      before = len(home), len(self.eqn_home)
-      for i in reversed(range(len(self.eqns))):
-        self._settle(i)
-      for out, arg in self.next_value_of.items():
-        x, y = self.jaxpr.invars[arg], outs[out]
-        if isinstance(y, jc.Var) and y in home and _size(x) > _SMALL_ELEMENTS:
-          home.setdefault(x, home[y])
-      for i in range(len(self.eqns)):
-        self._settle(i, by_operands=True)
-      changed = before != (len(home), len(self.eqn_home))
-
-  def _settle(self, i: int, by_operands: bool = False) -> None:
-    """Finds the home of equation i, from its results or its operands, and spreads it."""
-    eqn = self.eqns[i]
-    large = [
-        v
-        for v in eqn.invars
-        if isinstance(v, jc.Var) and v not in self.constvars and _size(v) > _SMALL_ELEMENTS
-    ]
-    if not large:
-      return
-    where = self.eqn_home.get(i)
-    if where is None:
-      where = next((self.home[v] for v in eqn.outvars if v in self.home), None)
-    if where is None and by_operands:
-      known = [v for v in large if v in self.home]
-      if known:
-        where = self.home[max(known, key=_size)]
-    if where is None:
-      return
-    self.eqn_home[i] = where
-    for v in eqn.outvars:
-      if not jc.is_drop(v):
-        self.home.setdefault(v, where)
-    for v in large:
-      if v not in self.batch:
-        self.home.setdefault(v, where)
-
-  # -- demand ----------------------------------------------------------------------------------
-
-  def place(self) -> PlacedStep:
-    self._find_homes()
-    loop_needs = [(v, a) for v, actors in self.task_reads.items() for a in actors]
-    loop_needs += zip(self.carry_initial, self.carry_actor)
-    in_prologue, self.holders = self._demand(loop_needs)
-    instances, output_actors = self._place_outputs(loop_needs)
-    self.level = self._latest_levels(self._levels(instances), in_prologue, output_actors)
-    prologue, epilogue = self._programs(in_prologue, output_actors)
-    return PlacedStep(
-        cut=self.cut,
-        input_actors=tuple(tuple(sorted(self.holders[v])) for v in self.jaxpr.invars),
-        output_actors=tuple(tuple(sorted(w)) for w in output_actors),
-        carry_initial=tuple(self.carry_initial),
-        carry_actor=tuple(self.carry_actor),
-        prologue=prologue,
-        epilogue=epilogue,
-        notes=tuple(self.notes),
-    )
-
-  def _demand(
-      self, needs: Sequence[tuple[Any, int]]
-  ) -> tuple[set[tuple[int, int]], dict[Any, set[int]]]:
-    """What has to be there so that each (variable, actor) of `needs` is.
-
-    Returns:
-      The instances (equation, actor), and per argument who must hold it.
-    """
-    wanted: dict[Any, set[int]] = {}
-    for v, a in needs:
-      wanted.setdefault(v, set()).add(a)
-    instances: set[tuple[int, int]] = set()
-    for i in reversed(range(len(self.eqns))):
-      actors = {a for v in self.eqns[i].outvars for a in wanted.get(v, ())}
-      if not actors:
-        continue
-      if i in self.eqn_home:
-        actors = {self.eqn_home[i]}
-      instances.update((i, a) for a in actors)
-      for x in self.eqns[i].invars:
-        if isinstance(x, jc.Var):
-          wanted.setdefault(x, set()).update(actors)
-    holders = {}
-    for v in self.jaxpr.invars:
-      actors = wanted.get(v, set())
-      if v in self.home and v not in self.batch:
-        # Tasks read their own copy; anybody else gets it sent from home.
-        copies = set(self.task_reads.get(v, ()))
-        actors = copies | ({self.home[v]} if actors - copies else set())
-      holders[v] = set(actors)
-    return instances, holders
-
-  def _levels(self, instances: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Per instance how many messages, one after the other, come before it."""
-    level: dict[tuple[int, int], int] = {}
-
-    def there(x: Any, actor: int) -> int:
-      if isinstance(x, jc.Literal) or x in self.constvars:
-        return 0
-      if x in self.carry_of:
-        return int(self.carry_of[x] != actor)
-      source = self._source(x, actor)
-      if source is None:
-        return int(actor not in self.holders[x])
-      return level[source] + int(source[1] != actor)
-
-    for i, actor in sorted(instances):
-      level[i, actor] = max((there(x, actor) for x in self.eqns[i].invars), default=0)
-    return level
-
-  def _latest_levels(
-      self,
-      earliest: dict[tuple[int, int], int],
-      in_prologue: set[tuple[int, int]],
-      output_actors: Sequence[Sequence[int]],
-  ) -> dict[tuple[int, int], int]:
-    """Moves instances of the epilogue to the last level at which nobody waits for them.
-
-    That keeps chains of elementwise equations in one program, beside their reader, instead of
-    handing every intermediate array from an early program to a late one.
-    """
-    last = {a: 0 for _, a in earliest}
-    for (_, a), value in earliest.items():
-      last[a] = max(last[a], value)
-    due: dict[tuple[int, int], int] = {}
-    for v, actors in zip(self.jaxpr.outvars, output_actors):
-      for a in actors:
-        source = self._source(v, a)
-        if source is not None:
-          # A copy that is sent to `a` may leave at the end.
-          due[source] = min(due.get(source, last[source[1]]), last[source[1]])
-    level = dict(earliest)
-    for i, actor in sorted(earliest, reverse=True):
-      if (i, actor) not in in_prologue:
-        level[i, actor] = max(earliest[i, actor], due.get((i, actor), earliest[i, actor]))
-      for x in self.eqns[i].invars:
-        source = self._source(x, actor)
-        if source is not None:
-          at = level[i, actor] - int(source[1] != actor)
-          due[source] = min(due.get(source, at), at)
-    return level
-
-  def _place_outputs(
-      self, loop_needs: Sequence[tuple[Any, int]]
-  ) -> tuple[set[tuple[int, int]], list[set[int]]]:
-    """Decides where each result is; sets `holders` to fit. Returns the instances as well."""
-    outs = self.jaxpr.outvars
-    wanted: list[set[int]] = [set() for _ in outs]
+def _place_results(
+    outer: Outer, homes: Homes, loop_needs: Sequence[Need]
+) -> tuple[_Demand, list[set[int]]]:
+  """Decides on which actors each result is wanted; returns the whole step's demand as well."""
+  outs, args = outer.jaxpr.outvars, outer.jaxpr.invars
+  arguments = set(args)
+  is_argument = [v in arguments for v in outs]
+  wanted: list[set[int]] = [
+      set() if i in outer.next_value_of or is_argument[i] else {_likely(outer, homes, v)}
+      for i, v in enumerate(outs)
+  ]
+  # A result goes where the argument that it replaces is held; its being there can make more
+  # actors hold arguments. Both only grow, so this ends.
+  while True:
+    needs = [*loop_needs, *((v, a) for v, w in zip(outs, wanted) for a in w)]
+    demand = _demand(outer, homes, needs)
+    before = [set(w) for w in wanted]
+    for i, arg in outer.next_value_of.items():
+      x = args[arg]
+      wanted[i] |= demand.holders[x] or {homes.values.get(x, _likely(outer, homes, outs[i]))}
     for i, v in enumerate(outs):
-      if i not in self.next_value_of and v not in self.holders:
-        wanted[i] = {self._likely(v)}
-    while True:
-      needs = [*loop_needs, *((v, a) for v, w in zip(outs, wanted) for a in w)]
-      instances, self.holders = self._demand(needs)
-      before = [set(w) for w in wanted]
-      for i, arg in self.next_value_of.items():
-        x = self.jaxpr.invars[arg]
-        wanted[i] |= self.holders[x] or {self.home.get(x, self._likely(outs[i]))}
-      for i, v in enumerate(outs):
-        if v in self.holders and not wanted[i]:
-          wanted[i] = self.holders[v] or {self.home.get(v, 0)}
-      if wanted == before:
-        return instances, wanted
-
-  def _likely(self, v: Any) -> int:
-    """An actor that has, or is near, what `v` is made of."""
-    while v not in self.home:
-      i = self.producer.get(v)
-      operands = [] if i is None else [x for x in self.eqns[i].invars if isinstance(x, jc.Var)]
-      known = [x for x in operands if x in self.home]
-      made = [x for x in operands if x in self.producer]
-      if not known and not made:
-        return 0
-      v = known[0] if known else made[0]
-    return self.home[v]
-
-  # -- programs --------------------------------------------------------------------------------
-
-  def _source(self, v: Any, actor: int) -> tuple[int, int] | None:
-    """The instance (equation, actor) that `actor` gets `v` from; None if no equation makes it."""
-    i = self.producer.get(v) if isinstance(v, jc.Var) else None
-    return None if i is None else (i, self.eqn_home.get(i, actor))
-
-  def _programs(
-      self, in_prologue: set[tuple[int, int]], output_actors: Sequence[Sequence[int]]
-  ) -> tuple[tuple[OuterBody, ...], tuple[OuterBody, ...]]:
-    """Groups the instances to programs, by section, level and actor."""
-    groups: dict[tuple[int, int, int], list[int]] = {}
-    program_of: dict[tuple[int, int], tuple[int, int, int]] = {}
-    for i, actor in sorted(self.level):
-      section = 0 if (i, actor) in in_prologue else 1
-      key = (section, self.level[i, actor], actor)
-      groups.setdefault(key, []).append(i)
-      program_of[i, actor] = key
-
-    reads: dict[tuple[int, int, int], list[Any]] = {}
-    exports: dict[tuple[int, int, int], set[Any]] = {key: set() for key in groups}
-    readers = [(v, a) for v, actors in self.task_reads.items() for a in actors]
-    readers += list(zip(self.carry_initial, self.carry_actor))
-    readers += [(v, a) for v, actors in zip(self.jaxpr.outvars, output_actors) for a in actors]
-    for key, indices in groups.items():
-      actor = key[2]
-      inputs: dict[Any, None] = {}
-      for i in indices:
-        for x in self.eqns[i].invars:
-          source = self._source(x, actor)
-          if isinstance(x, jc.Var) and (source is None or program_of[source] != key):
-            inputs[x] = None
-      reads[key] = list(inputs)
-      readers += [(x, actor) for x in inputs]
-    for v, actor in readers:
-      source = self._source(v, actor)
-      if source is not None:
-        exports[program_of[source]].add(v)
-
-    sections: tuple[list[OuterBody], list[OuterBody]] = ([], [])
-    for key in sorted(groups):
-      section, level, actor = key
-      eqns = [self.eqns[i] for i in groups[key]]
-      outs = [v for e in eqns for v in e.outvars if v in exports[key]]
-      consts = [v for v in reads[key] if v in self.constvars]
-      args = [v for v in reads[key] if v not in self.constvars]
-      sections[section].append(OuterBody(actor, level, jc.new_jaxpr(consts, args, outs, eqns)))
-    return tuple(sections[0]), tuple(sections[1])
+      if is_argument[i] and not wanted[i]:
+        wanted[i] = set(demand.holders[v]) or {homes.values.get(v, 0)}
+    if wanted == before:
+      return demand, wanted
 
 
-def _carry_zeros(cut: CutLoop) -> tuple[list[Any], list[Any]]:
-  """Equations that make the value of each loop result before the loop, and their variables."""
-  import numpy as np
+def _likely(outer: Outer, homes: Homes, v: Any) -> int:
+  """An actor that has, or is near, what `v` is made of."""
+  while v not in homes.values:
+    i = outer.producer.get(v)
+    operands = [] if i is None else [x for x in outer.eqns[i].invars if isinstance(x, jc.Var)]
+    known = [x for x in operands if x in homes.values]
+    made = [x for x in operands if x in outer.producer]
+    if not known and not made:
+      return 0
+    v = known[0] if known else made[0]
+  return homes.values[v]
 
-  eqns, initial = [], []
-  for aval in map(jc.physical_aval, cut.out_avals):
-    zero = jc.Literal(np.zeros((), aval.dtype), aval.update(shape=()))
-    out = jc.new_var(aval)
-    eqns.append(
-        jc.new_eqn([zero], [out], jc.broadcast_in_dim_p, jc.broadcast_params(aval.shape))
-    )
-    initial.append(out)
-  return eqns, initial
+
+def _levels(outer: Outer, homes: Homes, demand: _Demand) -> dict[Instance, int]:
+  """Per instance how many messages, one after the other, come before it."""
+  level: dict[Instance, int] = {}
+
+  def there(x: Any, actor: int) -> int:
+    if outer.is_constant(x):
+      return 0
+    if x in outer.carry_of:
+      return int(outer.carry_of[x] != actor)
+    source = _source(outer, homes, x, actor)
+    if source is None:
+      return int(actor not in demand.holders[x])
+    return level[source] + int(source[1] != actor)
+
+  for i, actor in sorted(demand.instances):
+    level[i, actor] = max((there(x, actor) for x in outer.eqns[i].invars), default=0)
+  return level
+
+
+def _latest_levels(
+    outer: Outer,
+    homes: Homes,
+    earliest: Mapping[Instance, int],
+    in_prologue: frozenset[Instance],
+    result_needs: Sequence[Need],
+) -> dict[Instance, int]:
+  """Moves instances of the epilogue to the last level at which nobody waits for them.
+
+  That keeps chains of elementwise equations in one program, beside their reader, instead of
+  handing every intermediate array from an early program to a late one.
+  """
+  last: dict[int, int] = {}
+  for (_, a), value in earliest.items():
+    last[a] = max(last.get(a, 0), value)
+  due: dict[Instance, int] = {}
+
+  def ask(source: Instance | None, at: int) -> None:
+    if source is not None:
+      due[source] = min(due.get(source, at), at)
+
+  for v, a in result_needs:
+    source = _source(outer, homes, v, a)
+    ask(source, last[source[1]] if source else 0)  # a copy that is sent may leave at the end
+  level = dict(earliest)
+  for i, actor in sorted(earliest, reverse=True):
+    if (i, actor) not in in_prologue:
+      level[i, actor] = max(earliest[i, actor], due.get((i, actor), earliest[i, actor]))
+    for x in outer.eqns[i].invars:
+      source = _source(outer, homes, x, actor)
+      ask(source, level[i, actor] - int(source is not None and source[1] != actor))
+  return level
+
+
+def _programs(
+    outer: Outer,
+    homes: Homes,
+    level: Mapping[Instance, int],
+    in_prologue: frozenset[Instance],
+    needs: Sequence[Need],
+) -> tuple[tuple[OuterBody, ...], tuple[OuterBody, ...]]:
+  """Groups the instances to programs, by section, level and actor."""
+  groups: dict[tuple[int, int, int], list[int]] = {}
+  program_of: dict[Instance, tuple[int, int, int]] = {}
+  for i, actor in sorted(level):
+    section = 0 if (i, actor) in in_prologue else 1
+    key = (section, level[i, actor], actor)
+    groups.setdefault(key, []).append(i)
+    program_of[i, actor] = key
+
+  reads: dict[tuple[int, int, int], list[Any]] = {}
+  exports: dict[tuple[int, int, int], set[Any]] = {key: set() for key in groups}
+  readers = list(needs)
+  for key, indices in groups.items():
+    actor = key[2]
+    inputs: dict[Any, None] = {}
+    for i in indices:
+      for x in outer.eqns[i].invars:
+        source = _source(outer, homes, x, actor)
+        if isinstance(x, jc.Var) and (source is None or program_of[source] != key):
+          inputs[x] = None
+    reads[key] = list(inputs)
+    readers += [(x, actor) for x in inputs]
+  for v, actor in readers:
+    source = _source(outer, homes, v, actor)
+    if source is not None:
+      exports[program_of[source]].add(v)
+
+  sections: tuple[list[OuterBody], list[OuterBody]] = ([], [])
+  for key in sorted(groups):
+    section, at, actor = key
+    eqns = [outer.eqns[i] for i in groups[key]]
+    outs = [v for e in eqns for v in e.outvars if v in exports[key]]
+    consts = [v for v in reads[key] if outer.is_constant(v)]
+    args = [v for v in reads[key] if not outer.is_constant(v)]
+    sections[section].append(OuterBody(actor, at, jc.new_jaxpr(consts, args, outs, eqns)))
+  return tuple(sections[0]), tuple(sections[1])

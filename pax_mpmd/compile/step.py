@@ -73,7 +73,7 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
       outputs,
       piece_donated,
   )
-  notes = (*traced.notes, *step.notes, *cut.notes, *placed.notes)
+  notes = (*traced.notes, *step.notes, *cut.notes)
   return CompiledStep(program, traced.out_tree, notes)
 
 
