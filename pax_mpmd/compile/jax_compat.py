@@ -127,8 +127,12 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
-  """Evaluates a jaxpr, or stages it out where `args` are tracers."""
-  return _jax_core.eval_jaxpr(jaxpr, consts, *args)
+  """Evaluates a jaxpr, or stages it out where `args` are tracers. Results are arrays."""
+  outs = _jax_core.eval_jaxpr(jaxpr, consts, *args)
+  return [
+      jax.numpy.asarray(x, v.aval.dtype) if isinstance(v, Literal) else x  # a bare Python number
+      for v, x in zip(jaxpr.outvars, outs)
+  ]
 
 
 def dce(jaxpr: Any, used_outputs: Sequence[bool], instantiate: bool = True) -> tuple[Any, list]:

@@ -92,6 +92,11 @@ class MpmdFunction:
           ' pax_mpmd.schedules.Schedule, for example OneFOneB(num_stages=4). A name or a .csv file'
           ' becomes one by pax_mpmd.schedules.get(name, num_stages=4).'
       )
+    if isinstance(runtime, type) or not hasattr(runtime, 'load'):
+      raise ConfigError(
+          f'mpmd_jit: runtime={runtime!r} must be a runtime object: pax_mpmd.LocalRuntime() or'
+          ' pax_mpmd.RayRuntime(), with the parentheses.'
+      )
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if any(not isinstance(i, int) or i < 0 for i in donate):
       raise ConfigError(

@@ -400,3 +400,17 @@ def test_yields_of_an_unused_branch_do_not_count():
     return mse(outs[-1], mb['y'])
 
   oracle.check(toy.train_step(loss_fn), toy.weights(), toy.batch())
+
+
+def test_numbers_among_the_results_of_a_microbatch():
+  """Python numbers, summed (a count) and stacked (a size), are results as others are."""
+
+  def step(ws, batch):
+    def fn(mb):
+      value, grads = jax.value_and_grad(loss)(ws, mb)
+      return (grads, 1, 0.5), (value, mb['x'].shape[0], 3.0)
+
+    (grads, count, half), stacked = mpmd.accumulate_grads(fn, batch)
+    return jax.tree_util.tree_map(lambda g: g / count, grads), count, half, stacked
+
+  oracle.check(step, toy.weights(), toy.batch(), num_calls=2)

@@ -255,7 +255,10 @@ def test_workers_import_little():
   assert output.stdout.strip() == ''
 
 
+# A shell that starts the tests in the background ignores Ctrl-C for them; children inherit that.
 _DRIVER = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import numpy as np
 from pax_mpmd.runtime.ray_runtime import RayRuntime
 from tests.runtime import plans
