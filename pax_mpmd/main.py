@@ -5,8 +5,8 @@
 
 With --mpmd:
   --mpmd_schedule=NAME    gpipe, 1f1b, interleaved_1f1b, or a table: path/to/schedule.csv.
-                          Default: the experiment's SCHEDULE, else 1f1b (interleaved_1f1b with
-                          CIRCULAR_REPEAT > 1).
+                          Default: the experiment's SCHEDULE, else 1f1b (interleaved_1f1b where
+                          each actor owns several stages).
   --mpmd_num_actors=N     number of actors. Default: NUM_STAGES.
   --mpmd_runtime=ray      ray (a process for each actor) or local (threads of this process).
   --mpmd_dry_run          trace, plan and verify the train step, print it, and start nothing.

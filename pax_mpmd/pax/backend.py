@@ -36,7 +36,8 @@ def make_schedule(
   stages = pipeline.num_stages
   actors = num_actors or pipeline.num_ranks
   if spec is None:
-    spec = '1f1b' if stages == actors else 'interleaved_1f1b'
+    several = stages > actors and stages % actors == 0
+    spec = 'interleaved_1f1b' if several else '1f1b'
   if isinstance(spec, fdl.Buildable):
     spec = copy.copy(spec)  # the experiment's own stays as it is
     for name, value in (('num_stages', stages), ('num_actors', actors)):

@@ -37,7 +37,8 @@ flags.DEFINE_string(
     'mpmd_schedule',
     None,
     f'Schedule with --mpmd: one of {", ".join(schedules.NAMES)}, or the path of a .csv table.'
-    " Default: the experiment's SCHEDULE, else 1f1b, interleaved_1f1b with CIRCULAR_REPEAT > 1.",
+    " Default: the experiment's SCHEDULE, else 1f1b, interleaved_1f1b where each actor owns several"
+    ' stages.',
 )
 flags.DEFINE_integer(
     'mpmd_num_actors', None, 'Number of actors with --mpmd. Default: NUM_STAGES.', lower_bound=1

@@ -31,7 +31,7 @@ class MpmdPipelineMixin(base_experiment.BaseExperiment):
   Attributes:
     SCHEDULE: a short name ('gpipe', '1f1b', 'interleaved_1f1b'), the path of a .csv table, a
       `pax_mpmd.schedules.Schedule` or a Fiddle config of one; `num_stages` and `num_actors` may be
-      left out of it. None: 1F1B, interleaved 1F1B with CIRCULAR_REPEAT > 1.
+      left out of it. None: 1F1B, interleaved where actors own several stages.
     NUM_ACTORS: number of actors; None: one for each pipeline rank (NUM_STAGES).
     RUNTIME: 'ray', 'local' (threads of the driver), a runtime or a Fiddle config of one. None: Ray.
   """

@@ -192,8 +192,8 @@ def _scheduled(step: StepProgram, schedule: Schedule) -> tuple[tuple[Task, ...],
       raise errors.PlanError(
           f'The step has a program {stage}{letter}, but {name} runs only '
           f'{", ".join(sorted(phase.value for phase in phases[stage]))} for stage {stage}. '
-          'Compile the step for the phases of the schedule (B, or I and W), or use a schedule '
-          f'with {letter}.'
+          'The compiler makes whole backward passes (B); it does not split them into I and W. '
+          f'Use a schedule with {letter}.'
       )
   if forward_only:
     lists = tuple(tuple(t for t in tasks if t.phase is Phase.F) for tasks in lists)

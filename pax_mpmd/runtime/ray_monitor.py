@@ -135,6 +135,6 @@ def _stalled(replies: Sequence[dict[str, Any] | None], seconds: float, field: st
       FailureKind.STUCK,
       actor,
       f'it has been at this instruction for {reply["age"]:.1f} s{waits}, and no actor has moved '
-      f'for {seconds:.1f} s (RayRuntime.{field}).',
+      f'for {seconds:.1f} s (RayRuntime.{field}; raise it if a step may take so long).',
       **place(reply),
   )
