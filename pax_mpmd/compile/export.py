@@ -32,9 +32,9 @@ from pax_mpmd.compile.program import TaskProgram
 from pax_mpmd.compile.program import ValueId
 
 
-def aval_of(v: Any) -> Aval:
-  """The Aval of a variable; between programs, typed random keys are their uint32 data."""
-  stored = jc.physical_aval(v.aval)
+def aval_of(aval: Any) -> Aval:
+  """An Aval from JAX's; between programs, typed random keys are their uint32 data."""
+  stored = jc.physical_aval(aval)
   return Aval(tuple(map(int, stored.shape)), np.dtype(stored.dtype).name)
 
 
@@ -63,7 +63,7 @@ class Exporter:
     """The number of the step value that variable `v` names."""
     if v not in self._ids:
       self._ids[v] = len(self.values)
-      self.values[self._ids[v]] = aval_of(v)
+      self.values[self._ids[v]] = aval_of(v.aval)
     return self._ids[v]
 
   def new_value(self, aval: Aval) -> ValueId:
@@ -136,9 +136,9 @@ class Exporter:
 
     avals = []
     for v, row in zip(jaxpr.invars, rows):
-      aval = aval_of(v)
+      aval = aval_of(v.aval)
       avals.append(Aval((cut.num_microbatches, *aval.shape), aval.dtype) if row else aval)
-    carry_avals = [aval_of(_OfAval(cut.out_avals[c])) for c in carries]
+    carry_avals = [aval_of(cut.out_avals[c]) for c in carries]
     inputs = [
         Operand(OperandKind.EDGE, edge_ids[op.id])
         if op.kind is OperandKind.EDGE
@@ -155,7 +155,7 @@ class Exporter:
         for op in body.outputs
     ]
     pending = list(carry_avals)
-    out_avals = [pending.pop(0) if c else aval_of(v) for v, c in zip(jaxpr.outvars, is_carry)]
+    out_avals = [pending.pop(0) if c else aval_of(v.aval) for v, c in zip(jaxpr.outvars, is_carry)]
     key = self.executable(
         run,
         avals,
@@ -190,8 +190,8 @@ class Exporter:
     """Lowers a program of the prologue or epilogue; may take over arguments in `donatable`."""
     jaxpr = body.jaxpr
     consts = [self.constants[v] for v in jaxpr.constvars]
-    avals = [aval_of(v) for v in jaxpr.invars]
-    out_avals = [aval_of(v) for v in jaxpr.outvars]
+    avals = [aval_of(v.aval) for v in jaxpr.invars]
+    out_avals = [aval_of(v.aval) for v in jaxpr.outvars]
     spare = list(out_avals)
     donated = []
     for i, v in enumerate(jaxpr.invars):
@@ -210,11 +210,6 @@ class Exporter:
         tuple(self.value(v) for v in jaxpr.invars),
         tuple(self.value(v) for v in jaxpr.outvars),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _OfAval:
-  aval: Any
 
 
 def _fingerprint(jaxpr: Any, digest: Any) -> None:
@@ -278,7 +273,7 @@ def export(
   """
   cut = placed.cut
   exporter = Exporter(dict(constants))
-  edge_ids = [exporter.new_value(aval_of(_OfAval(a))) for a in cut.edges]
+  edge_ids = [exporter.new_value(aval_of(a)) for a in cut.edges]
   tasks = {key: exporter.task(cut, body, edge_ids) for key, body in cut.tasks.items()}
   carries = tuple(
       Carry(c, actor, exporter.value(initial), exporter.value(out))

@@ -256,8 +256,4 @@ def lower_to_stablehlo(
 ) -> bytes:
   """Lowers `fn` for one device of the default backend to serialized StableHLO, all args kept."""
   lowered = jax.jit(fn, keep_unused=True, donate_argnums=tuple(donated)).lower(*args)
-  return _module_to_bytecode(lowered.compiler_ir('stablehlo'))
-
-
-def _module_to_bytecode(module: Any) -> bytes:
-  return mlir.module_to_bytecode(module)
+  return mlir.module_to_bytecode(lowered.compiler_ir('stablehlo'))

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from pax_mpmd.compile.branches import flatten_branches
 from pax_mpmd.compile.classes import Grid
+from pax_mpmd.compile.export import aval_of
 from pax_mpmd.compile.export import export
 from pax_mpmd.compile.partition import partition
 from pax_mpmd.compile.placement import place
-from pax_mpmd.compile.program import Aval
 from pax_mpmd.compile.program import Leaf
 from pax_mpmd.compile.program import Piece
 from pax_mpmd.compile.program import StepProgram
@@ -106,7 +104,7 @@ def _leaves(
     position += len(pieces)
     leaves.append(
         Leaf(
-            Aval(tuple(map(int, aval.shape)), np.dtype(aval.dtype).name),
+            aval_of(aval),
             pieces,
             name=names[i] if names else '',
         )
