@@ -9,7 +9,7 @@ import operator
 from pax_mpmd import errors
 from pax_mpmd.schedules.task import Task
 
-__all__ = ['Schedule']
+__all__ = ['Schedule', 'positive']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Schedule:
 
   def __post_init__(self):
     name = type(self).__name__
-    num_stages = _positive(name, 'num_stages', self.num_stages)
+    num_stages = positive(name, 'num_stages', self.num_stages)
     num_actors = num_stages
     if self.num_actors is not None:
-      num_actors = _positive(name, 'num_actors', self.num_actors)
+      num_actors = positive(name, 'num_actors', self.num_actors)
     if num_actors > num_stages:
       raise errors.ScheduleError(
           f'{name}: num_actors is {num_actors}, but num_stages is {num_stages}, so '
@@ -68,15 +68,15 @@ class Schedule:
     return tuple(s for s, a in enumerate(self.placement()) if a == actor)
 
 
-def _positive(owner: str, field: str, value) -> int:
-  """The value as an int of at least 1."""
+def positive(owner: str, field: str, value) -> int:
+  """The value as an int of at least 1; what can't be one is refused in `owner`'s name."""
   try:
     number = 0 if isinstance(value, bool) else operator.index(value)
   except TypeError:
     number = 0
   if number < 1:
     raise errors.ScheduleError(
-        f'{owner}: {field} must be a whole number of at least 1, but is {value!r}. Set {field} in '
-        "the schedule's config."
+        f'{owner}: {field} must be a whole number of at least 1, but is {value!r}. Set {field} to '
+        'such a number.'
     )
   return number

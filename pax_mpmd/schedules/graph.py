@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import heapq
 
@@ -15,7 +15,10 @@ __all__ = ['Played', 'dependencies', 'phases_of_stages', 'play']
 def phases_of_stages(
     lists: Sequence[Sequence[Task]], num_stages: int
 ) -> tuple[frozenset[Phase], ...]:
-  """The phases that occur for each stage."""
+  """The phases that occur for each stage, over all microbatches.
+
+  A stage may have B for some microbatches and I and W for others.
+  """
   phases: list[set[Phase]] = [set() for _ in range(num_stages)]
   for tasks in lists:
     for task in tasks:
@@ -23,12 +26,13 @@ def phases_of_stages(
   return tuple(map(frozenset, phases))
 
 
-def dependencies(task: Task, phases: Sequence[frozenset[Phase]]) -> tuple[Task, ...]:
+def dependencies(task: Task, present: Collection[Task]) -> tuple[Task, ...]:
   """The tasks that a task directly waits for.
 
   Args:
     task: the task.
-    phases: the phases that occur for each stage.
+    present: all tasks of the schedule, as a set. It decides, microbatch by microbatch, whether a
+      backward waits for the B or for the I of the next stage.
 
   Returns:
     At most two tasks.
@@ -38,12 +42,12 @@ def dependencies(task: Task, phases: Sequence[frozenset[Phase]]) -> tuple[Task, 
     return (Task(s - 1, Phase.F, m),) if s > 0 else ()
   if task.phase is Phase.W:
     return (Task(s, Phase.I, m),)
-  needed = (Task(s, Phase.F, m),)
-  if s + 1 < len(phases):
-    for phase in (Phase.B, Phase.I):
-      if phase in phases[s + 1]:
-        return (*needed, Task(s + 1, phase, m))
-  return needed
+  forward = Task(s, Phase.F, m)
+  for phase in (Phase.B, Phase.I):
+    after = Task(s + 1, phase, m)
+    if after in present:
+      return (forward, after)
+  return (forward,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,22 +67,18 @@ class Played:
   positions: tuple[int, ...]
 
 
-def play(
-    lists: Sequence[Sequence[Task]],
-    phases: Sequence[frozenset[Phase]],
-    cost: Callable[[Task], float],
-) -> Played:
+def play(lists: Sequence[Sequence[Task]], cost: Callable[[Task], float]) -> Played:
   """Runs each actor's list in order, each task as soon as its actor and its inputs are ready.
 
   Args:
     lists: for each actor, its tasks in order.
-    phases: the phases that occur for each stage.
     cost: the time a task takes, not negative. Messages take no time.
 
   Returns:
     The times and the order, up to where the lists can be played. Takes time linear in the number
     of tasks (and logarithmic in the number of actors).
   """
+  present = {task for tasks in lists for task in tasks}
   order: list[Task] = []
   start: dict[Task, float] = {}
   end: dict[Task, float] = {}
@@ -91,7 +91,7 @@ def play(
     if positions[actor] == len(lists[actor]):
       return
     time = free_at[actor]
-    for needed in dependencies(lists[actor][positions[actor]], phases):
+    for needed in dependencies(lists[actor][positions[actor]], present):
       if needed not in end:
         waiting.setdefault(needed, []).append(actor)
         return

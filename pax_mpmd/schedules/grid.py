@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pax_mpmd.schedules.base import Schedule
-from pax_mpmd.schedules.graph import phases_of_stages
 from pax_mpmd.schedules.graph import play
 from pax_mpmd.schedules.layout import format_columns
 from pax_mpmd.schedules.layout import IDLE
@@ -36,7 +35,7 @@ def format_grid(
     ScheduleError: the schedule isn't valid.
   """
   lists = checked_tasks(schedule, num_microbatches, need_backward=False)
-  played = play(lists, phases_of_stages(lists, schedule.num_stages), lambda task: 1)
+  played = play(lists, lambda task: 1)
   num_steps = max(played.end.values())
   columns = []
   for tasks in lists:

@@ -8,7 +8,6 @@ import math
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule
-from pax_mpmd.schedules.graph import phases_of_stages
 from pax_mpmd.schedules.graph import play
 from pax_mpmd.schedules.task import Phase
 from pax_mpmd.schedules.task import Task
@@ -67,7 +66,7 @@ def simulate(
   """
   lists = checked_tasks(schedule, num_microbatches, need_backward=need_backward)
   cost = cost_function(costs, schedule.num_stages)
-  played = play(lists, phases_of_stages(lists, schedule.num_stages), cost)
+  played = play(lists, cost)
   makespan = max(played.end.values())
   busy = math.fsum(cost(task) for task in played.order)
   return Simulation(

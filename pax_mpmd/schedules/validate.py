@@ -3,7 +3,7 @@
 A schedule is valid for M microbatches when
   * every stage lies on one of the actors and every actor owns a stage;
   * each stage has, for every microbatch, a forward and either one whole backward or one input
-    gradient and one weight gradient (the same choice for all its microbatches);
+    gradient and one weight gradient (each microbatch makes its own choice);
   * each task stands exactly once, in the list of its stage's actor;
   * the lists can be played to the end, each actor running its list in order and each task waiting
     for what it needs. This is the same as: the graph of "comes before on the actor" and "needs"
@@ -13,10 +13,10 @@ A schedule is valid for M microbatches when
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-import operator
 from typing import NoReturn
 
 from pax_mpmd import errors
+from pax_mpmd.schedules.base import positive
 from pax_mpmd.schedules.base import Schedule
 from pax_mpmd.schedules.graph import dependencies
 from pax_mpmd.schedules.graph import phases_of_stages
@@ -65,26 +65,13 @@ def checked_tasks(
         f'{schedule.num_actors!r}, which must both be whole numbers. A subclass with its own '
         '__post_init__ must call super().__post_init__().'
     )
-  num_microbatches = _num_microbatches(schedule, num_microbatches)
+  num_microbatches = positive(_name(schedule), 'num_microbatches', num_microbatches)
   placement = _placement(schedule)
   lists = _lists(schedule, num_microbatches)
   _check_places(schedule, lists, placement, num_microbatches)
   _check_complete(schedule, lists, placement, num_microbatches, need_backward)
   _check_order(schedule, lists)
   return lists
-
-
-def _num_microbatches(schedule: Schedule, value) -> int:
-  try:
-    number = 0 if isinstance(value, bool) else operator.index(value)
-  except TypeError:
-    number = 0
-  if number < 1:
-    raise errors.ScheduleError(
-        f'{_name(schedule)}: num_microbatches must be a whole number of at least 1, but is '
-        f'{value!r}.'
-    )
-  return number
 
 
 def _placement(schedule: Schedule) -> tuple[int, ...]:
@@ -188,32 +175,31 @@ def _check_complete(
     need_backward: bool,
 ) -> None:
   """Every stage has the tasks of a whole forward and backward for every microbatch."""
+  place = {task: (a, p) for a, tasks in enumerate(lists) for p, task in enumerate(tasks)}
   phases = phases_of_stages(lists, schedule.num_stages)
   forward_only = not need_backward and all(p <= {Phase.F} for p in phases)
-  present = {task for tasks in lists for task in tasks}
   for stage, found in enumerate(phases):
-    if Phase.B in found and found & {Phase.I, Phase.W}:
-      places = {
-          task.phase: (actor, position)
-          for actor, tasks in enumerate(lists)
-          for position, task in enumerate(tasks)
-          if task.stage == stage
-      }
-      _fail(
-          schedule, lists, [place for phase, place in places.items() if phase is not Phase.F],
-          f'stage {stage} has both whole backward tasks (B) and split ones (I, W). A stage must '
-          'use either B, or I and W, for all its microbatches.',
+    missing = []
+    for m in range(num_microbatches):
+      whole, split_input, split_weight = (
+          Task(stage, phase, m) for phase in (Phase.B, Phase.I, Phase.W)
       )
-    needed = [Phase.F]
-    if not forward_only:
-      needed += [Phase.I, Phase.W] if found & {Phase.I, Phase.W} else [Phase.B]
-    missing = [
-        task
-        for phase in needed
-        for task in (Task(stage, phase, m) for m in range(num_microbatches))
-        if task not in present
-    ]
+      split = [task for task in (split_input, split_weight) if task in place]
+      if whole in place and split:
+        _fail(
+            schedule, lists, [place[task] for task in (whole, *split)],
+            f'stage {stage} has both a whole backward ({whole}) and a split one ({_some(split)}) '
+            f'for microbatch {m}. For one microbatch a stage runs either B, or I and W; take one '
+            'of them out.',
+        )
+      needed = [Task(stage, Phase.F, m)]
+      if not forward_only:
+        # Where there is none of them, it is likely as for the stage's other microbatches.
+        is_split = split or (whole not in place and Phase.B not in found and Phase.I in found)
+        needed += [split_input, split_weight] if is_split else [whole]
+      missing += [task for task in needed if task not in place]
     if missing:
+      missing.sort()
       actor = placement[stage]
       last = [p for p, task in enumerate(lists[actor]) if task.stage == stage][-1:]
       _fail(
@@ -226,8 +212,7 @@ def _check_complete(
 
 def _check_order(schedule: Schedule, lists: _Lists) -> None:
   """The lists can be played to the end."""
-  phases = phases_of_stages(lists, schedule.num_stages)
-  positions = play(lists, phases, lambda task: 1).positions
+  positions = play(lists, lambda task: 1).positions
   stuck = [actor for actor, tasks in enumerate(lists) if positions[actor] < len(tasks)]
   if not stuck:
     return
@@ -238,7 +223,7 @@ def _check_order(schedule: Schedule, lists: _Lists) -> None:
   while actor not in chain:
     task = lists[actor][positions[actor]]
     needed = next(
-        n for n in dependencies(task, phases) if place[n][1] >= positions[place[n][0]]
+        n for n in dependencies(task, place) if place[n][1] >= positions[place[n][0]]
     )
     chain[actor] = (task, needed)
     actor = place[needed][0]

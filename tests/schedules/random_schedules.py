@@ -21,7 +21,8 @@ def random_schedule(
     num_stages: number of stages.
     num_actors: number of actors; each owns a stage.
     num_microbatches: number of microbatches.
-    phases: 'FB', 'FIW', 'F', or 'mixed' where each stage has either B, or I and W.
+    phases: 'FB', 'FIW', 'F', or 'mixed' where each stage has either B, or I and W, or 'each'
+      where each microbatch of each stage has.
 
   Returns:
     The schedule: a random walk through the tasks, always to one whose needs are met.
@@ -29,20 +30,18 @@ def random_schedule(
   rng = random.Random(seed)
   placement = [*range(num_actors), *rng.choices(range(num_actors), k=num_stages - num_actors)]
   rng.shuffle(placement)
-  phases_of = [
-      frozenset(map(Phase, rng.choice(['FB', 'FIW']) if phases == 'mixed' else phases))
-      for _ in range(num_stages)
-  ]
+  by_stage = [rng.choice(['FB', 'FIW']) if phases == 'mixed' else phases for _ in placement]
   todo = [
-      Task(s, phase, m)
-      for s in range(num_stages)
-      for phase in sorted(phases_of[s])
+      Task(s, Phase(letter), m)
+      for s, letters in enumerate(by_stage)
       for m in range(num_microbatches)
+      for letter in (rng.choice(['FB', 'FIW']) if letters == 'each' else letters)
   ]
+  present = frozenset(todo)
   done: set[Task] = set()
   lists: list[list[Task]] = [[] for _ in range(num_actors)]
   while todo:
-    ready = [task for task in todo if done.issuperset(dependencies(task, phases_of))]
+    ready = [task for task in todo if done.issuperset(dependencies(task, present))]
     task = rng.choice(ready)
     todo.remove(task)
     done.add(task)
@@ -53,7 +52,8 @@ def random_schedule(
 def ascending(schedule: Schedule, num_microbatches: int) -> Schedule:
   """The schedule with each stage's forwards and backwards in the order of the microbatches.
 
-  Valid if `schedule` is: whenever a stage's k-th task of a phase is due, at least k tasks that it
+  For schedules in which a stage splits the backwards of all its microbatches or of none. Valid if
+  `schedule` is: whenever a stage's k-th task of a phase is due, at least k tasks that it
   could need are done.
   """
   seen: dict[tuple[int, Phase], int] = {}

@@ -12,7 +12,6 @@ from pax_mpmd.schedules import Phase
 from pax_mpmd.schedules import simulate
 from pax_mpmd.schedules import Task
 from pax_mpmd.schedules.graph import dependencies
-from pax_mpmd.schedules.graph import phases_of_stages
 from tests.schedules.random_schedules import random_schedule
 
 
@@ -25,7 +24,7 @@ def test_times_of_a_small_schedule():
   assert result.bubble_fraction == 0.5
 
 
-@pytest.mark.parametrize('phases', ['FB', 'FIW', 'mixed'])
+@pytest.mark.parametrize('phases', ['FB', 'FIW', 'mixed', 'each'])
 def test_order_is_a_global_order(phases):
   """In `order` every task comes after what it needs, and each actor's list keeps its order."""
   for seed in range(20):
@@ -36,7 +35,7 @@ def test_order_is_a_global_order(phases):
     for tasks in lists:
       assert [place[t] for t in tasks] == sorted(place[t] for t in tasks)
     for task in result.order:
-      for needed in dependencies(task, phases_of_stages(lists, 4)):
+      for needed in dependencies(task, set(result.order)):
         assert place[needed] < place[task]
         assert result.end[needed] <= result.start[task]
     starts = [result.start[task] for task in result.order]

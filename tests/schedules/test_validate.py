@@ -79,8 +79,13 @@ def test_a_schedule_of_the_users_own():
         # out of range
         (['0F0 0F1 0B0 0B1 2F0', BASE[1]], ['2F0', 'stage 2', '0 to 1', '>2F0<']),
         (['0F0 0F1 0B0 0B1 0F2', BASE[1]], ['0F2', 'microbatch 2', '0 to 1', '>0F2<']),
-        # B and I, W mixed in a stage; W without I
-        (['0F0 0F1 0B0 0I1 0W1', BASE[1]], ['stage 0 has both', '>0B0<', '>0I1<']),
+        # B beside I, W for one microbatch; W without I; I without W
+        (
+            ['0F0 0F1 0B0 0B1 0I1 0W1', BASE[1]],
+            ['both a whole backward (0B1) and a split one (0I1, 0W1)', '>0B1<', '>0I1<', '>0W1<'],
+        ),
+        (['0F0 0F1 0B0 0B1 0W1', BASE[1]], ['(0B1)', '(0W1)', '>0B1<', '>0W1<']),
+        (['0F0 0F1 0B0 0I1', BASE[1]], ['actor 0 never runs 0W1']),
         (['0F0 0F1 0I0 0W0 0W1', BASE[1]], ['actor 0 never runs 0I1']),
     ],
 )
@@ -142,10 +147,14 @@ def test_forward_only_must_be_asked_for():
 
 
 def test_split_backward():
-  """A stage may have I and W where another has B; W needs only its own stage's I."""
+  """A microbatch may have I and W where another has B; W needs only its own stage's I."""
   validate(lists('0F0 0I0 0W0', '1F0 1B0'), 1)
   validate(lists('0F0 0B0', '1F0 1I0 1W0'), 1)
+  validate(lists('0F0 0F1 0B0 0I1 0W1', '1F0 1F1 1I0 1B1 1W0'), 2)
   refused(lists('0F0 0B0', '1F0 1W0 1I0'), 1, '1W0 (actor 1) needs 1I0')
+  refused(
+      lists('0F0 0F1 0B0 0I1 0W1', '1F0 1F1 1B1 1W0 1I0'), 2, '1W0 (actor 1) needs 1I0', '>1W0<'
+  )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +192,7 @@ def test_number_of_microbatches(m):
   refused(GPipe(2), m, 'num_microbatches', repr(m))
 
 
-@pytest.mark.parametrize('phases', ['FB', 'FIW', 'mixed'])
+@pytest.mark.parametrize('phases', ['FB', 'FIW', 'mixed', 'each'])
 def test_random_schedules_are_valid(phases):
   """Any order in which tasks come after what they need is valid."""
   for seed in range(30):
