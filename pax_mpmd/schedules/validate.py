@@ -27,7 +27,7 @@ from pax_mpmd.schedules.task import Task
 
 __all__ = ['checked_tasks', 'validate']
 
-_MAX_ROWS = 9  # of the grid in a message
+_MAX_ROWS = 7  # of the grid in a message
 _MAX_ACTORS = 8
 _MAX_NAMED = 6  # tasks named in a list
 
@@ -192,21 +192,29 @@ def _check_complete(
             f'for microbatch {m}. For one microbatch a stage runs either B, or I and W; take one '
             'of them out.',
         )
-      needed = [Task(stage, Phase.F, m)]
-      if not forward_only:
-        # Where there is none of them, it is likely as for the stage's other microbatches.
-        is_split = split or (whole not in place and Phase.B not in found and Phase.I in found)
-        needed += [split_input, split_weight] if is_split else [whole]
-      missing += [task for task in needed if task not in place]
+      if len(split) == 1:
+        (absent,) = {split_input, split_weight}.difference(split)
+        _fail(
+            schedule, lists, [place[split[0]]],
+            f'actor {placement[stage]} never runs {absent}, though it runs {split[0]}. A split '
+            f'backward is one I and, later, one W; add {absent}, or run {whole} in place of both.',
+        )
+      if Task(stage, Phase.F, m) not in place:
+        missing.append(str(Task(stage, Phase.F, m)))
+      if forward_only or whole in place or split:
+        continue
+      if Phase.I in found:
+        missing.append(f'{split_input} and {split_weight} (or {whole})')
+      else:
+        missing.append(str(whole))
     if missing:
-      missing.sort()
       actor = placement[stage]
       last = [p for p, task in enumerate(lists[actor]) if task.stage == stage][-1:]
       _fail(
           schedule, lists, [(actor, position) for position in last],
           f'actor {actor} never runs {_some(missing)}. Every stage needs F and B (or F, I and W) '
           f'for each of the {num_microbatches} microbatches; add what is missing to the list of '
-          f'actor {actor}' + (' (after the mark at the earliest).' if last else '.'),
+          f'actor {actor}' + (f' (the last task of stage {stage} is marked).' if last else '.'),
       )
 
 
