@@ -24,7 +24,8 @@ class Schedule:
 
   Attributes:
     num_stages: number of stages of the model.
-    num_actors: number of pipeline ranks; None means one for each stage.
+    num_actors: number of pipeline ranks; None means one for each stage, unless the class says
+      otherwise.
   """
 
   num_stages: int

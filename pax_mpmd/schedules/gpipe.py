@@ -15,9 +15,13 @@ __all__ = ['GPipe']
 class GPipe(Schedule):
   """All forwards, then all backwards; every microbatch's activations are live at once.
 
-  The backwards go through the microbatches in ascending order, as in 1F1B, so that gradients are
-  summed in the same order as there. Where an actor owns several (contiguous) stages they act as
-  one larger stage. Any number of microbatches works.
+  Huang et al., arXiv 1811.06965, section 2.3. The backwards go through the microbatches in
+  ascending order, as in 1F1B, so that gradients are summed in the same order as there. Where an
+  actor owns several (contiguous) stages they act as one larger stage. Any number of microbatches
+  works.
+
+  In unit time, with v stages on each of P actors, the bubble fraction is (P-1) / (M + P-1), the
+  paper's; peak of live activations on every actor: v M.
   """
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:

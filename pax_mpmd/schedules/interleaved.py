@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pax_mpmd import errors
-from pax_mpmd.schedules.base import Schedule
+from pax_mpmd.schedules.looped import Looped
 from pax_mpmd.schedules.one_f_one_b import alternate
 from pax_mpmd.schedules.task import Phase
 from pax_mpmd.schedules.task import Task
@@ -14,28 +13,21 @@ __all__ = ['InterleavedOneFOneB']
 
 
 @dataclasses.dataclass(frozen=True)
-class InterleavedOneFOneB(Schedule):
+class InterleavedOneFOneB(Looped):
   """1F1B in which actor p owns the stages p, P+p, 2P+p, ...: a smaller bubble, more messages.
 
-  Microbatches go in groups of P through an actor's stages: the whole group through the first,
-  then through the second, and so on; backwards the other way. `num_stages` must be a multiple of
-  `num_actors`; with one stage per actor this is plain 1F1B. Any number of microbatches works: an
-  incomplete last group is a complete one with tasks left out, which keeps the order valid.
+  The "schedule with interleaved stages" of Narayanan et al., arXiv 2104.04473, section 2.2.2.
+  Microbatches go in groups of P through an actor's v stages: the whole group through the first,
+  then through the second, and so on; backwards the other way. Actor p runs 2(P-1-p) + (v-1)P
+  forwards before it alternates. `num_stages` must be a multiple of `num_actors`; with one stage
+  per actor this is plain 1F1B.
+
+  In unit time (B = 2F), for M a multiple of P, the bubble fraction is (P-1) / (v M + P-1), the
+  bubble of 1F1B over v; peak of live activations on actor p: min(v M, 2(P-1-p) + (v-1)P + 1)
+  where v > 1. The paper asks for such M. Other numbers of microbatches work too: an incomplete
+  last group is a complete one with tasks left out, which keeps the order valid and takes at most
+  the time and memory of the complete one.
   """
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.num_stages % self.num_actors:
-      raise errors.ScheduleError(
-          f'InterleavedOneFOneB: num_stages is {self.num_stages} and num_actors is '
-          f'{self.num_actors}, but every actor must own equally many stages. Make num_stages a '
-          f'multiple of num_actors, for example {self.num_stages // self.num_actors + 1} x '
-          f'{self.num_actors} = {(self.num_stages // self.num_actors + 1) * self.num_actors}.'
-      )
-
-  def placement(self) -> tuple[int, ...]:
-    """The actor of each stage."""
-    return tuple(s % self.num_actors for s in range(self.num_stages))
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
     """For each actor, its tasks in the order it runs them; see `Schedule.tasks`."""

@@ -7,17 +7,27 @@ import os
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule
+from pax_mpmd.schedules.bfs import LoopedBFS
+from pax_mpmd.schedules.dualpipe_v import DualPipeV
 from pax_mpmd.schedules.gpipe import GPipe
 from pax_mpmd.schedules.interleaved import InterleavedOneFOneB
+from pax_mpmd.schedules.one_f_one_b import EagerOneFOneB
 from pax_mpmd.schedules.one_f_one_b import OneFOneB
 from pax_mpmd.schedules.table import FromTable
+from pax_mpmd.schedules.zb_h1 import ZeroBubbleH1
+from pax_mpmd.schedules.zb_v import ZeroBubbleV
 
 __all__ = ['NAMES', 'get']
 
 NAMES: Mapping[str, type[Schedule]] = {
     'gpipe': GPipe,
     '1f1b': OneFOneB,
+    'eager_1f1b': EagerOneFOneB,
     'interleaved_1f1b': InterleavedOneFOneB,
+    'bfs': LoopedBFS,
+    'zb_h1': ZeroBubbleH1,
+    'zb_v': ZeroBubbleV,
+    'dualpipe_v': DualPipeV,
 }
 
 
@@ -29,7 +39,8 @@ def get(
   Args:
     name_or_path: a key of `NAMES`, or the path of a table that ends in .csv.
     num_stages: number of stages; may be None for a table, which says itself.
-    num_actors: number of actors; None means one for each stage, or what the table says.
+    num_actors: number of actors; None means one for each stage (one for every two in V schedules),
+      or what the table says.
 
   Returns:
     The schedule.
