@@ -7,37 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import functools
+import inspect
 from typing import Any
 
 import jax
 from jax import core as _jax_core
+from jax._src import config
 from jax._src import core as _src_core
 from jax._src import debugging
-from jax._src import prng
 from jax._src import source_info_util
+from jax.extend import core as _core
 from jax.interpreters import ad
 from jax.interpreters import batching
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
 try:
-  from jax.extend import core as _core
-
-  Primitive = _core.Primitive
-except (ImportError, AttributeError):  # 0.4.26: not yet there
+  from jax._src.random import prng
+except ImportError:  # 0.4.26: jax._src.random is a module
+  from jax._src import prng
+if not hasattr(_core, 'Primitive'):  # 0.4.26: these names are still in jax.core
   _core = _jax_core
-  Primitive = _core.Primitive
 
+Primitive = _core.Primitive
 Jaxpr = _core.Jaxpr
 ClosedJaxpr = _core.ClosedJaxpr
 Var = _core.Var
 Literal = _core.Literal
 JaxprEqn = _core.JaxprEqn
+DropVar = _core.DropVar
 jaxpr_as_fun = _core.jaxpr_as_fun
 ShapedArray = _jax_core.ShapedArray
-DropVar = getattr(_jax_core, 'DropVar', None)
-if DropVar is None:
-  from jax._src.core import DropVar  # moved out of the public module in newer versions
+_typeof = jax.typeof if hasattr(jax, 'typeof') else _jax_core.get_aval
 
 __all__ = [
     'ClosedJaxpr',
@@ -48,6 +49,7 @@ __all__ = [
     'Primitive',
     'ShapedArray',
     'Var',
+    'aval_of_value',
     'dce',
     'eval_jaxpr',
     'hide_in_sources',
@@ -61,6 +63,7 @@ __all__ = [
     'physical_aval',
     'register',
     'source_of',
+    'source_or',
     'trace',
     'unwrap_key',
     'without_debug_effects',
@@ -82,16 +85,13 @@ def is_drop(v: Any) -> bool:
   return isinstance(v, DropVar)
 
 
-def _make_var(aval: Any) -> Any:
-  try:
-    return _src_core.Var(aval)  # newer: Var(aval)
-  except TypeError:
-    return _src_core.Var('', aval)  # 0.4.26: Var(suffix, aval)
+# 0.4.26: Var(suffix, aval); newer: Var(aval).
+_VAR_ARGS = ('',) if 'suffix' in inspect.signature(Var.__init__).parameters else ()
 
 
 def new_var(aval: Any) -> Any:
   """A fresh variable."""
-  return _make_var(strip_weak_type(aval))
+  return Var(*_VAR_ARGS, strip_weak_type(aval))
 
 
 def strip_weak_type(aval: Any) -> Any:
@@ -99,12 +99,39 @@ def strip_weak_type(aval: Any) -> Any:
   return aval.update(weak_type=False) if getattr(aval, 'weak_type', False) else aval
 
 
+_FRAMES_OF_TRACEBACK = 'traceback' in inspect.signature(source_info_util.user_frame).parameters
+# Newer versions warn where a jaxpr doesn't say which function it is of.
+_HAS_DEBUG_INFO = hasattr(_core, 'DebugInfo')
+
+
+class _Absent:
+  """Stands for a constant's value in a jaxpr that is open, where JAX has closed ones only.
+
+  From 0.12 on `Jaxpr` and `ClosedJaxpr` are one class, in which constants are those with a value.
+  """
+
+  def __repr__(self) -> str:
+    return 'absent'
+
+
+_ABSENT = _Absent()
+
+
 def new_jaxpr(
     constvars: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]
 ) -> Any:
-  """A jaxpr of the given parts; effects are the union of the equations'."""
+  """A jaxpr of the given parts; effects are the union of the equations'.
+
+  It is open: it says which variables are constants, their values go beside it.
+  """
   effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
-  return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects)
+  parts = list(constvars), list(invars), list(outvars), list(eqns), effects
+  if not _HAS_DEBUG_INFO:
+    return Jaxpr(*parts)
+  info = _core.DebugInfo('step', 'pax_mpmd', ('',) * len(invars), ('',) * len(outvars))
+  if Jaxpr is not ClosedJaxpr:
+    return Jaxpr(*parts, info)
+  return Jaxpr(*parts, info, consts=[_ABSENT] * len(constvars))
 
 
 def new_eqn(
@@ -140,9 +167,29 @@ def dce(jaxpr: Any, used_outputs: Sequence[bool], instantiate: bool = True) -> t
   return pe.dce_jaxpr(jaxpr, list(used_outputs), instantiate=instantiate)
 
 
+def _user_frame(eqn: Any) -> Any | None:
+  info = eqn.source_info
+  # 0.4.26 takes the whole, newer versions the traceback in it.
+  return source_info_util.user_frame(info.traceback if _FRAMES_OF_TRACEBACK else info)
+
+
 def source_of(eqn: Any) -> str:
   """The user's source line of an equation, as 'file.py:12 (function)'."""
-  return source_info_util.summarize(eqn.source_info)
+  frame = _user_frame(eqn)
+  if frame is None:
+    return 'unknown'
+  # Newer versions give qualified names: outer.<locals>.inner.
+  return f'{frame.file_name}:{frame.start_line} ({frame.function_name.rsplit(".", 1)[-1]})'
+
+
+def source_or(eqn: Any, call: Any | None) -> Any:
+  """`eqn`; where it has no user's source line of its own, with that of `call` it was made in.
+
+  In newer versions JAX's own jitted functions, `jnp.sort` say, hold lines of JAX only.
+  """
+  if call is None or _user_frame(eqn) is not None:
+    return eqn
+  return eqn.replace(source_info=call.source_info)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
@@ -176,7 +223,8 @@ def register(
   if transpose is not None:
     ad.primitive_transposes[primitive] = transpose
   if dce is not None:
-    pe.dce_rules[primitive] = dce
+    # Newer versions also tell which inputs are still read afterwards, a matter of mutable ones.
+    pe.dce_rules[primitive] = lambda used_outputs, *rest: dce(used_outputs, rest[-1])
 
 
 def lower_fun(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,6 +237,11 @@ def instantiate_zeros(tangent: Any) -> Any:
   return ad.instantiate_zeros(tangent)
 
 
+def aval_of_value(x: Any) -> Any:
+  """The aval of an array or tracer."""
+  return _typeof(x)
+
+
 def is_float0(aval: Any) -> bool:
   """Whether `aval` is of the dtype of tangents of integers."""
   return aval.dtype == jax.dtypes.float0
@@ -196,9 +249,10 @@ def is_float0(aval: Any) -> bool:
 
 def zero_like_tangent(primal: Any) -> Any:
   """The symbolic zero tangent of a primal value."""
-  if hasattr(Zero, 'from_primal_value'):
-    return Zero.from_primal_value(primal)
-  return Zero.from_value(primal)
+  aval = aval_of_value(primal)
+  if hasattr(aval, 'to_tangent_aval'):
+    return Zero(aval.to_tangent_aval())
+  return Zero(aval.at_least_vspace())  # 0.4.26
 
 
 broadcast_in_dim_p = jax.lax.broadcast_in_dim_p
@@ -255,5 +309,7 @@ def lower_to_stablehlo(
     fn: Callable[..., Any], args: Sequence[Any], donated: Sequence[int]
 ) -> bytes:
   """Lowers `fn` for one device of the default backend to serialized StableHLO, all args kept."""
-  lowered = jax.jit(fn, keep_unused=True, donate_argnums=tuple(donated)).lower(*args)
-  return mlir.module_to_bytecode(lowered.compiler_ir('stablehlo'))
+  # Without source lines: equal programs that were written in different places stay equal.
+  with config.traceback_in_locations_limit(0):
+    lowered = jax.jit(fn, keep_unused=True, donate_argnums=tuple(donated)).lower(*args)
+    return mlir.module_to_bytecode(lowered.compiler_ir('stablehlo'))

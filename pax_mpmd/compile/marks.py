@@ -64,7 +64,7 @@ def _yield_jvp(primals, tangents, *, id, name, direction):
   live = [
       i
       for i, t in enumerate(tangents)
-      if not isinstance(t, jc.Zero) and not jc.is_float0(jax.core.get_aval(t))
+      if not isinstance(t, jc.Zero) and not jc.is_float0(jc.aval_of_value(t))
   ]
   tangents_out = [jc.zero_like_tangent(p) for p in outs]
   if live:

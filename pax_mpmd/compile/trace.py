@@ -175,14 +175,25 @@ class _Inliner:
       out.append(known)
     return out
 
-  def into(self, eqns: list[Any], jaxpr: Any, consts: Sequence, args: Sequence) -> list[Any]:
-    """Appends `jaxpr`'s equations, applied to `args`, to `eqns`; returns its results."""
+  def into(
+      self,
+      eqns: list[Any],
+      jaxpr: Any,
+      consts: Sequence[Any],
+      args: Sequence[Any],
+      call: Any | None = None,
+  ) -> list[Any]:
+    """Appends `jaxpr`'s equations, applied to `args`, to `eqns`; returns its results.
+
+    `call` is the equation that stood in their place.
+    """
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
 
     def read(atom):
       return atom if isinstance(atom, jc.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
+      eqn = jc.source_or(eqn, call)
       name = eqn.primitive.name
       invars = [read(v) for v in eqn.invars]
       if name in _IDENTITIES:
@@ -191,7 +202,7 @@ class _Inliner:
       if name in _CALLS:
         inner = eqn.params[_CALLS[name]]
         closed = inner if hasattr(inner, 'consts') else jc.ClosedJaxpr(inner, ())
-        outs = self.into(eqns, closed.jaxpr, self._const_vars(closed), invars)
+        outs = self.into(eqns, closed.jaxpr, self._const_vars(closed), invars, eqn)
         env.update(zip(eqn.outvars, outs))
         continue
       if name == 'debug_callback':
