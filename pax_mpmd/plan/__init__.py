@@ -12,6 +12,7 @@ from pax_mpmd.plan.lower import lower
 from pax_mpmd.plan.text import format_instruction
 from pax_mpmd.plan.text import format_plan
 from pax_mpmd.plan.text import summary
+from pax_mpmd.plan.values import verify_values
 from pax_mpmd.plan.verify import verify
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     'peak_bytes',
     'summary',
     'verify',
+    'verify_values',
 ]

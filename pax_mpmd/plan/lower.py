@@ -28,7 +28,7 @@ from pax_mpmd.plan.work import work_lists
 from pax_mpmd.schedules import Schedule
 from pax_mpmd.schedules.simulate import Costs
 
-__all__ = ['lower']
+__all__ = ['lower', 'pieces_by_actor']
 
 
 def lower(step: StepProgram, schedule: Schedule, costs: Costs | None = None) -> Plan:
@@ -59,8 +59,8 @@ def lower(step: StepProgram, schedule: Schedule, costs: Costs | None = None) -> 
     PlanError: the step was compiled for another placement or other phases.
   """
   lists = work_lists(step, schedule, costs)
-  inputs, input_values = _pieces(step, step.inputs)
-  outputs, output_values = _pieces(step, step.outputs)
+  inputs, input_values = pieces_by_actor(step, step.inputs)
+  outputs, output_values = pieces_by_actor(step, step.outputs)
   builders = [_Builder(step, keys) for keys in inputs]
   for event in total_order(lists, messages(lists, inputs, outputs)):
     if isinstance(event, Message):
@@ -141,7 +141,7 @@ class _Builder:
     return self._slot_of[key]
 
 
-def _pieces(
+def pieces_by_actor(
     step: StepProgram, leaves: Sequence[Leaf]
 ) -> tuple[list[list[Key]], list[list[tuple[int, int]]]]:
   """For each actor, the values of the pieces that it holds and their (leaf, piece) positions."""

@@ -17,16 +17,30 @@ from pax_mpmd.plan.liveness import peak_bytes
 __all__ = ['ActorSummary', 'PlanSummary', 'format_instruction', 'format_plan', 'summary']
 
 
-def format_instruction(instruction: Instruction) -> str:
-  """An instruction on one line, e.g. 'send 2F0 to actor 3: %7'."""
+def format_instruction(instruction: Instruction, max_slots: int | None = None) -> str:
+  """An instruction on one line, e.g. 'send 2F0 to actor 3: %7'.
+
+  Args:
+    instruction: the instruction.
+    max_slots: the most slots to name in each of its lists; None names all.
+
+  Returns:
+    The line.
+  """
+
+  def slots(numbers: Sequence[Slot]) -> str:
+    shown = numbers if max_slots is None else numbers[:max_slots]
+    more = f' and {len(numbers) - len(shown)} more' if len(shown) < len(numbers) else ''
+    return ' '.join(map(_slot, shown)) + more
+
   if isinstance(instruction, Run):
-    parts = [f'run {instruction.label}:', *map(_slot, instruction.inputs)]
-    return ' '.join([*parts, '->', *map(_slot, instruction.outputs)])
+    parts = [f'run {instruction.label}:', slots(instruction.inputs), '->']
+    return ' '.join(filter(None, [*parts, slots(instruction.outputs)]))
   if isinstance(instruction, Send):
-    return f'send {instruction.label} to actor {instruction.dst}: {_slots(instruction.slots)}'
+    return f'send {instruction.label} to actor {instruction.dst}: {slots(instruction.slots)}'
   if isinstance(instruction, Recv):
-    return f'recv {instruction.label} from actor {instruction.src}: -> {_slots(instruction.slots)}'
-  return f'free {_slots(instruction.slots)}'
+    return f'recv {instruction.label} from actor {instruction.src}: -> {slots(instruction.slots)}'
+  return f'free {slots(instruction.slots)}'
 
 
 def format_plan(plan: Plan) -> str:
@@ -160,10 +174,6 @@ def _size(nbytes: int) -> str:
       return f'{nbytes:.3g} {unit}' if unit != 'B' else f'{nbytes} B'
     nbytes /= 1000
   return f'{nbytes:.3g} GB' if nbytes < 1000 else f'{nbytes:.0f} GB'
-
-
-def _slots(slots: Sequence[Slot]) -> str:
-  return ' '.join(map(_slot, slots))
 
 
 def _slot(slot: Slot) -> str:

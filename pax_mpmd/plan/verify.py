@@ -29,7 +29,7 @@ from pax_mpmd.plan.instructions import Send
 from pax_mpmd.plan.instructions import Slot
 from pax_mpmd.plan.text import format_instruction
 
-__all__ = ['verify']
+__all__ = ['verify', 'where']
 
 
 def verify(plan: Plan) -> None:
@@ -60,13 +60,13 @@ class _Slots:
     self._plan = plan
     self._executables = executables
     self._constants = {slot for slot, _ in plan.constants}
-    # Slot -> None while it is readable, else why it is not.
-    self._state: dict[Slot, str | None] = {}
-    self._where = ''
+    # Slot -> None while it is readable, else the position of the instruction that took it.
+    self._state: dict[Slot, int | None] = {}
+    self._at: int | str = ''  # a position in the list, or what to call another place
 
   def check(self, num_actors: int) -> None:
     plan = self._plan
-    self._where = f'actor {plan.actor}, at the start'
+    self._at = 'at the start'
     if len(plan.inputs) != len(plan.input_values):
       self._fail(f'{len(plan.inputs)} inputs, but {len(plan.input_values)} input_values')
     if len(plan.outputs) != len(plan.output_values):
@@ -76,7 +76,7 @@ class _Slots:
     for slot, array in plan.constants:
       self._fill(slot, Aval(tuple(array.shape), array.dtype.name))
     for position, instruction in enumerate(plan.instructions):
-      self._where = _where(plan, position)
+      self._at = position
       if isinstance(instruction, Run):
         self._run(instruction)
       elif isinstance(instruction, Send):
@@ -94,10 +94,10 @@ class _Slots:
           self._use(slot)
           if slot in self._constants:
             self._fail(f'frees slot %{slot}, which is a constant and must stay')
-          self._state[slot] = f'was freed by {self._where}'
+          self._state[slot] = position
       else:
         self._fail('is not a Run, Send, Recv or Free')
-    self._where = f'actor {plan.actor}, at the end'
+    self._at = 'at the end'
     for slot in plan.outputs:
       self._use(slot)
     left = {slot for slot, gone in self._state.items() if gone is None}
@@ -128,7 +128,7 @@ class _Slots:
         self._fail(f'donates slot %{slot}, which it also reads as another argument')
       if slot in self._constants:
         self._fail(f'donates slot %{slot}, which is a constant and must stay')
-      self._state[slot] = f'was donated to {self._where}'
+      self._state[slot] = self._at
     for slot, aval in zip(run.outputs, executable.outputs, strict=True):
       self._fill(slot, aval)
 
@@ -143,8 +143,10 @@ class _Slots:
   def _use(self, slot: Slot, aval: Aval | None = None) -> None:
     if slot not in self._state:
       self._fail(f'needs slot %{slot}, which has not been filled')
-    if self._state[slot] is not None:
-      self._fail(f'needs slot %{slot}, which {self._state[slot]}')
+    taken = self._state[slot]
+    if taken is not None:
+      how = 'donated to' if isinstance(self._plan.instructions[taken], Run) else 'freed by'
+      self._fail(f'needs slot %{slot}, which was {how} {where(self._plan, taken)}')
     self._agree(slot, aval)
 
   def _agree(self, slot: Slot, aval: Aval | None) -> None:
@@ -163,7 +165,9 @@ class _Slots:
       self._fail('is a message without values; leave it out')
 
   def _fail(self, what: str) -> NoReturn:
-    raise errors.PlanError(f'{self._where}: {what}.')
+    if isinstance(self._at, int):
+      raise errors.PlanError(f'{where(self._plan, self._at)}: {what}.')
+    raise errors.PlanError(f'actor {self._plan.actor}, {self._at}: {what}.')
 
 
 def _check_channels(plan: Plan) -> None:
@@ -192,17 +196,17 @@ def _check_channels(plan: Plan) -> None:
         )
       if fault:
         raise errors.PlanError(
-            f'{name}: message {k} is {_where(src, i)} against {_where(dst, j)}, but {fault}. '
+            f'{name}: message {k} is {where(src, i)} against {where(dst, j)}, but {fault}. '
             'Every Send needs one Recv, in the same order.'
         )
     if len(sent) > len(received):
       raise errors.PlanError(
-          f'{name}: {_where(src, sent[len(received)])} has no Recv on actor {dst.actor} '
+          f'{name}: {where(src, sent[len(received)])} has no Recv on actor {dst.actor} '
           f'({len(sent)} sends, {len(received)} receives).'
       )
     if len(received) > len(sent):
       raise errors.PlanError(
-          f'{name}: {_where(dst, received[len(sent)])} has no Send on actor {src.actor} '
+          f'{name}: {where(dst, received[len(sent)])} has no Send on actor {src.actor} '
           f'({len(sent)} sends, {len(received)} receives).'
       )
 
@@ -248,7 +252,7 @@ def _check_rendezvous(plan: Plan) -> None:
     seen.append(actor)
     actor = _peer(head(actor))
   waits = [
-      f'{_where(plan.actors[a], lists[a][at[a]][0])} waits for actor {_peer(head(a))}'
+      f'{where(plan.actors[a], lists[a][at[a]][0])} waits for actor {_peer(head(a))}'
       for a in seen[seen.index(actor):]
   ]
   raise errors.PlanError(
@@ -261,9 +265,9 @@ def _peer(instruction: Send | Recv) -> int:
   return instruction.dst if isinstance(instruction, Send) else instruction.src
 
 
-def _where(plan: ActorPlan, position: int) -> str:
-  """Names an instruction of an actor."""
+def where(plan: ActorPlan, position: int) -> str:
+  """Names an instruction of an actor, for messages."""
   instruction = plan.instructions[position]
   known = isinstance(instruction, Run | Send | Recv | Free)
-  text = format_instruction(instruction) if known else repr(instruction)
+  text = format_instruction(instruction, max_slots=8) if known else repr(instruction)
   return f'actor {plan.actor}, instruction {position} ({text})'

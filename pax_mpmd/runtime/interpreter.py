@@ -56,7 +56,7 @@ def instruction_text(instruction: Instruction) -> str:
     from pax_mpmd.plan.text import format_instruction
   except ImportError:
     return repr(instruction)
-  return format_instruction(instruction)
+  return format_instruction(instruction, max_slots=8)
 
 
 def donated_inputs(plan: ActorPlan, executables: Mapping[str, Executable]) -> tuple[int, ...]:

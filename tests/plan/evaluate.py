@@ -20,6 +20,23 @@ def evaluate_plan(
 ) -> dict[tuple[int, int], int]:
   """The results of a plan, (result, piece) -> value; all copies of a piece must be equal.
 
+  See `run_plan` for the arguments.
+  """
+  results: dict[tuple[int, int], int] = {}
+  for actor_plan, held in zip(plan.actors, run_plan(plan, functions, inputs, seed), strict=True):
+    for slot, where in zip(actor_plan.outputs, actor_plan.output_values, strict=True):
+      assert results.setdefault(where, held[slot]) == held[slot]
+  return results
+
+
+def run_plan(
+    plan: Plan,
+    functions: Mapping[str, Callable[..., tuple[int, ...]]],
+    inputs: Mapping[tuple[int, int], int],
+    seed: int = 0,
+) -> list[dict[int, int]]:
+  """Runs a plan to its end; it must not get stuck.
+
   One actor at a time goes one instruction further, chosen at random; a message passes only when
   both its ends have come to it. Freed and donated slots are really gone.
 
@@ -30,7 +47,7 @@ def evaluate_plan(
     seed: of the random choices.
 
   Returns:
-    The results.
+    For each actor, the slots it holds at the end and their values.
   """
   rng = random.Random(seed)
   slots = []
@@ -73,12 +90,7 @@ def evaluate_plan(
   while True:
     actors = [a for a in range(len(plan.actors)) if head(a) is not None]
     if not actors:
-      break
+      return slots
     rng.shuffle(actors)
     moved = any(advance(actor) for actor in actors)
     assert moved, f'stuck at {[head(actor) for actor in actors]}'
-  results: dict[tuple[int, int], int] = {}
-  for actor_plan, held in zip(plan.actors, slots, strict=True):
-    for slot, where in zip(actor_plan.outputs, actor_plan.output_values, strict=True):
-      assert results.setdefault(where, held[slot]) == held[slot]
-  return results
