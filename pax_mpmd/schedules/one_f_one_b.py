@@ -27,7 +27,7 @@ def alternate(
 class OneFOneB(Schedule):
   """Each actor alternates forwards and backwards as soon as it can.
 
-  "PipeDream-Flush" of Narayanan et al., arXiv 2006.09503, section 3.2. Actor p of P first runs
+  "PipeDream-Flush" of Narayanan et al., arXiv 2006.09503. Actor p of P first runs
   P-1-p forwards, so that it never holds the activations of more than P-p microbatches, however
   many there are. Where an actor owns several (contiguous) stages they act as one larger stage.
   Any number of microbatches works, also fewer than stages.
@@ -45,7 +45,7 @@ class OneFOneB(Schedule):
 class EagerOneFOneB(Schedule):
   """1F1B with twice the forwards ahead, so that a message may take as long as a task.
 
-  "Eager-1F1B" of Zhuang et al., arXiv 2211.05322, section 4: actor p of P first runs 2(P-1-p)
+  "Eager-1F1B" of Zhuang et al., arXiv 2211.05322: actor p of P first runs 2(P-1-p)
   forwards, twice as many as in 1F1B. Between the forward of a microbatch on one actor and that on
   the next there is then always room for another task, behind which the message can hide. Where an
   actor owns several (contiguous) stages they act as one larger stage. Any number of microbatches

@@ -17,8 +17,8 @@ __all__ = ['FACTS', 'Facts', 'evaluate', 'markdown_table', 'num_messages']
 class Facts:
   """What a schedule costs in unit time (F 1, B 2, I 1, W 1), as formulas.
 
-  A formula is a Python expression over P actors, S stages, v = S / P stages on each actor, M
-  microbatches and the number p of an actor.
+  A formula is a Python expression over P actors, S stages, v = S / P stages on each actor (so S is
+  a multiple of P), M microbatches and the number p of an actor.
 
   Attributes:
     bubble: the bubble fraction.
@@ -94,6 +94,16 @@ FACTS: Mapping[str, Facts] = {
 }
 
 
+_INTRODUCTION = '''\
+P = {} actors and M = {} microbatches; S stages, a multiple of P, v = S / P on each actor; p is the
+number of an actor. Values are those of the simulator with F 1, B 2, I 1, W 1, for actors 0, 1, ...
+in turn. A live activation is that of one stage: half as large where there are twice as many stages.
+Messages are those of a plain chain of stages on more than one actor. Any number of microbatches
+runs; where the formulas have a condition, they hold under it.
+
+'''
+
+
 def evaluate(formula: str, schedule: Schedule, num_microbatches: int, actor: int = 0):
   """The value of a formula of `Facts`.
 
@@ -154,15 +164,8 @@ def markdown_table(num_actors: int = 4, num_microbatches: int = 8) -> str:
         f'{_code(facts.messages)} = {num_messages(schedule, num_microbatches)}',
         '; '.join(conditions) or 'none',
     ])
-  return (
-      f'P = {num_actors} actors and M = {num_microbatches} microbatches; S stages, v = S / P on '
-      'each actor; p is the number of an actor.\n'
-      'Values are those of the simulator with F 1, B 2, I 1, W 1, for actors 0, 1, ... in turn. '
-      'Live activations\n'
-      'are those of one stage, which is half as large where there are twice as many stages. '
-      'Messages are those of\na plain chain of stages. Any number of microbatches runs; where the '
-      'formulas have a condition, they hold\nunder it.\n\n'
-      + ''.join(f'| {" | ".join(row)} |\n' for row in rows)
+  return _INTRODUCTION.format(num_actors, num_microbatches) + ''.join(
+      f'| {" | ".join(row)} |\n' for row in rows
   )
 
 

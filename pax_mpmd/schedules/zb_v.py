@@ -15,7 +15,7 @@ __all__ = ['ZeroBubbleV']
 class ZeroBubbleV(VShaped):
   """Split backwards over a V of stages: once an actor has begun it never waits.
 
-  "ZB-V" of Qi et al., arXiv 2401.10241, section 6; "V-ZB" in their arXiv 2405.15362. Actor p of P
+  "ZB-V" of Qi et al., arXiv 2401.10241; "V-ZB" in their arXiv 2405.15362. Actor p of P
   owns the stage p on the way down and the stage 2P-1-p on the way up (their "chunks"). A
   microbatch so comes back to the actor where it began, and backwards begin early everywhere:
 
@@ -27,13 +27,13 @@ class ZeroBubbleV(VShaped):
   This is told for M >= 2P-1; with fewer microbatches the tasks of the missing ones are left out.
   Any number of microbatches works; `num_stages` must be twice `num_actors`.
 
-  In unit time (F = I = W) and for 2M >= 3P-1 each actor works for 6M units without a gap. That is
-  the paper's zero bubble, which counts from an actor's first task and lets it take its optimizer
-  step without waiting for the others. Actor p can't start before p units, so that from the first
-  task of all to the last a step takes 6M + P-1, the least there is: a bubble fraction of
-  (P-1) / (6M + P-1). With fewer microbatches a step takes 4M + 4P-2. Peak of live activations on
-  actor p: min(2M, M+p+1, 2P). These are of half the size of 1F1B's with one stage on each of P
-  actors, so that 2P are what 1F1B's first actor holds.
+  In unit time (F = I = W), for M >= 2P-1, actor p begins after p units and then works for 6M units
+  without a gap. That is the paper's zero bubble, which counts from an actor's first task and lets
+  it take its optimizer step without waiting for the others. From the first task of all to the
+  last a step takes 6M + P-1, the least there is: a bubble fraction of (P-1) / (6M + P-1). The
+  step takes as long for 2M >= 3P-1 already, and 4M + 4P-2 with fewer microbatches. Peak of live
+  activations on actor p: min(2M, M+p+1, 2P). These are of half the size of 1F1B's with one stage
+  on each of P actors, so that 2P are what 1F1B's first actor holds.
   """
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:

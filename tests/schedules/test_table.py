@@ -20,16 +20,23 @@ from pax_mpmd.schedules import to_csv
 from pax_mpmd.schedules import validate
 
 
-@pytest.mark.parametrize('schedule', [GPipe(3), OneFOneB(4, 2), InterleavedOneFOneB(6, 3)])
+@pytest.mark.parametrize(
+    'schedule', [get(name, 6, 3) for name in schedules.NAMES], ids=list(schedules.NAMES)
+)
 def test_csv_and_grid_round_trip(schedule, tmp_path):
   """What is written as CSV or as a grid reads back as the same schedule."""
   path = tmp_path / 'schedule.csv'
   path.write_text(to_csv(schedule, 5))
-  for table in (str(path), path, to_csv(schedule, 5), format_grid(schedule, 5)):
+  lists = schedule.tasks(5)
+  texts = [[str(task) for task in tasks] for tasks in lists]
+  text = ''.join(' '.join(row) + '\n' for row in texts)
+  grid = format_grid(schedule, 5)
+  for table in (str(path), path, to_csv(schedule, 5), grid, text, texts, lists):
     read = FromTable(table)
     assert read.tasks(5) == schedule.tasks(5)
     assert read.placement() == schedule.placement()
     assert (read.num_stages, read.num_actors) == (schedule.num_stages, schedule.num_actors)
+    assert to_csv(read, 5) == path.read_text() and format_grid(read, 5) == grid
 
 
 def test_rows_with_blanks():
@@ -111,6 +118,7 @@ def test_get_by_name():
   assert get('gpipe', 4) == GPipe(4)
   assert get('1f1b', 4, 2) == OneFOneB(4, 2)
   assert get('interleaved_1f1b', num_stages=8, num_actors=4) == InterleavedOneFOneB(8, 4)
+  assert get('zb_v', 8) == get('zb_v', 8, 4)
   for name in schedules.NAMES:
     validate(get(name, 4, 2), 3)
 
@@ -126,7 +134,10 @@ def test_get_by_path(tmp_path):
 
 def test_unknown_names_list_the_choices():
   """An unknown name is refused with all the names there are."""
-  with pytest.raises(errors.ConfigError, match=r"'2f2b'.*gpipe, 1f1b, interleaved_1f1b.*\.csv"):
+  with pytest.raises(errors.ConfigError, match=r"'2f2b'.*\.csv") as e:
     get('2f2b', 4)
+  assert (
+      'gpipe, 1f1b, eager_1f1b, interleaved_1f1b, bfs, zb_h1, zb_v, dualpipe_v,' in str(e.value)
+  )
   with pytest.raises(errors.ConfigError, match='num_stages'):
     get('gpipe')
