@@ -4,6 +4,8 @@ Values that an equation computes from each other cell by cell along their leadin
 one class (a stacked weight, its gradient, its moments, its update). A class is split where the
 loop's body slices one of its members, constant over the microbatches, along the leading axes, or
 sums what is padded with zeros along them (the gradient of a slice); the bounds make the grid.
+Where all cells of a grid would serve the same stages (a padded vocabulary cut to its size, queries
+and keys in one matrix), there is nothing to gain, and the class stays whole.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from typing import Any
 from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.compile.primitives import ELEMENTWISE
 from pax_mpmd.compile.primitives import REDUCTIONS
+from pax_mpmd.compile.segments import find_segments
+from pax_mpmd.compile.segments import FREE
+from pax_mpmd.compile.segments import Segments
 from pax_mpmd.compile.trace import loop_of
 
 _Box = tuple[tuple[int, int], ...]  # (start, limit) along each axis
@@ -154,7 +159,25 @@ def _box(eqn: Any, invariant: set[Any], sums: set[Any]) -> tuple[Any, _Box | Non
   return None, None
 
 
-def grids_of_step(jaxpr: Any) -> dict[Any, Grid]:
+def _stages_of_invariants(
+    body: Any, invariant: set[Any], segments: Segments
+) -> dict[Any, frozenset[int]]:
+  """Per loop-invariant variable the stages that use it, or something invariant made of it."""
+  stages: dict[Any, frozenset[int]] = {}
+  for eqn in reversed(body.eqns):
+    if eqn.outvars[0] in invariant:
+      uses = frozenset().union(*(stages.get(v, frozenset()) for v in eqn.outvars))
+    else:
+      segment = segments.of(eqn.outvars[0])
+      # What follows from the microbatch's inputs alone comes before the first mark.
+      uses = frozenset({0 if segment == FREE else segments.stage(segment)})
+    for x in eqn.invars:
+      if not isinstance(x, jc.Literal):
+        stages[x] = stages.get(x, frozenset()) | uses
+  return stages
+
+
+def grids_of_step(jaxpr: Any, num_stages: int) -> dict[Any, Grid]:
   """The grid of every variable of the step, and of its loop's body, that is to be split."""
   loop = loop_of(jaxpr)
   body = loop.params['jaxpr'].jaxpr
@@ -175,17 +198,28 @@ def grids_of_step(jaxpr: Any) -> dict[Any, Grid]:
     if isinstance(inner, jc.Var) and not jc.is_drop(outer):
       classes.unite((outer, inner))
 
-  cuts: dict[Any, list[_Box]] = {}
+  segments = find_segments(body, num_stages)
+  stages_of = _stages_of_invariants(body, invariant, segments)
+  cuts: dict[Any, list[tuple[_Box, frozenset[int]]]] = {}
   shapes: dict[Any, tuple[int, ...]] = {}
   for eqn in body.eqns:
     x, box = _box(eqn, invariant, sums)
     if box is None or box[0] == (0, x.aval.shape[0]):
       continue
+    out = eqn.outvars[0]
+    if out in invariant:
+      stages = stages_of.get(out, frozenset())
+    else:
+      stages = frozenset({segments.stage(max(segments.of(out), 0))})
     root = classes.find(x)
-    cuts.setdefault(root, []).append(box)
+    cuts.setdefault(root, []).append((box, stages))
     shapes[root] = x.aval.shape
 
-  grids = {root: _grid(boxes, shapes[root]) for root, boxes in cuts.items()}
+  grids = {}
+  for root, boxes in cuts.items():
+    grid = _grid([box for box, _ in boxes], shapes[root])
+    if _separates_stages(grid, boxes):
+      grids[root] = grid
   members = [*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)]
   members += [*body.invars, *(v for e in body.eqns for v in e.outvars)]
   out: dict[Any, Grid] = {}
@@ -196,6 +230,19 @@ def grids_of_step(jaxpr: Any) -> dict[Any, Grid]:
     if grid is not None and tuple(v.aval.shape[: grid.rank]) == grid.full_shape:
       out[v] = grid
   return out
+
+
+def _separates_stages(grid: Grid, boxes: list[tuple[_Box, frozenset[int]]]) -> bool:
+  """Whether different cells of the grid serve different stages."""
+  served = set()
+  for cell in grid.cells():
+    inside = [
+        stages
+        for box, stages in boxes
+        if all(a <= start and limit <= b for (start, limit), (a, b) in zip(cell, box))
+    ]
+    served.add(frozenset().union(*inside))
+  return len(served - {frozenset()}) > 1
 
 
 def _grid(boxes: list[_Box], shape: tuple[int, ...]) -> Grid:

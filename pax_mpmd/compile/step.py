@@ -55,7 +55,7 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
     PartitionError: the step can't be cut.
   """
   num_stages = len(placement)
-  step = delay_shared_sums(unstack(flatten_branches(traced)), num_stages)
+  step = delay_shared_sums(unstack(flatten_branches(traced), num_stages), num_stages)
   cut = partition(step.jaxpr, num_stages)
   inputs = _leaves(step.in_grids, [v.aval for v in traced.jaxpr.invars], in_names)
   outputs = _leaves(step.out_grids, [v.aval for v in traced.jaxpr.outvars], None)

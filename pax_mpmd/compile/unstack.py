@@ -47,9 +47,13 @@ class UnstackedStep:
   notes: tuple[str, ...]
 
 
-def unstack(step: TracedStep) -> UnstackedStep:
-  """Splits stage-stacked values of `step` into pieces. See the module's docstring."""
-  grids = grids_of_step(step.jaxpr)
+def unstack(step: TracedStep, num_stages: int) -> UnstackedStep:
+  """Splits stage-stacked values of `step` into pieces. See the module's docstring.
+
+  Raises:
+    PartitionError: the number of `pipeline_yield` calls doesn't fit `num_stages`.
+  """
+  grids = grids_of_step(step.jaxpr, num_stages)
   emitter = Emitter(grids)
   in_grids: list[Grid | None] = []
   invars: list[Any] = []

@@ -31,7 +31,7 @@ from tests.core.test_loop_values import loss
 def cut_of(step, *args, num_stages=3):
   """(the step's jaxpr, its cut loop), after a comparison with the plain step."""
   trace, leaves = steps.traced(step, *args)
-  un = delay_shared_sums(unstack(trace), num_stages)
+  un = delay_shared_sums(unstack(trace, num_stages), num_stages)
   cut = partition(un.jaxpr, num_stages)
   outs = steps.evaluate_around(un.jaxpr, un.consts, split_inputs(un, leaves), evaluate_loop, cut)
   # Adam's first step divides small gradients by their size, which shows how they were rounded.

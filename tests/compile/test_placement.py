@@ -28,7 +28,7 @@ from tests.core.test_loop_values import loss
 def placed_of(step, *args, num_stages=3, next_value_of=None, placement=None):
   """The placed step, after running its programs actor by actor and comparing with the plain one."""
   trace, leaves = steps.traced(step, *args)
-  un = delay_shared_sums(unstack(trace), num_stages)
+  un = delay_shared_sums(unstack(trace, num_stages), num_stages)
   placement = placement or tuple(range(num_stages))
   pairs = next_value_of(un) if next_value_of else {}
   placed = place(un.jaxpr, partition(un.jaxpr, num_stages), placement, pairs)

@@ -23,7 +23,8 @@ X = np.random.default_rng(1).normal(size=(2, 3)).astype(np.float32)
 def check(step, *args):
   """Compares with the plain step; returns the unstacked step."""
   trace, leaves = steps.traced(step, *args)
-  un = unstack(trace)
+  num_stages = 1 + str(trace.jaxpr).count('direction=forward')
+  un = unstack(trace, num_stages)
   outs = steps.evaluate(un.jaxpr, un.consts, split_inputs(un, leaves))
   joined = join_outputs(un, outs)
   oracle.assert_trees_close(joined, [np.asarray(x) for x in steps.expected(step, *args)])
@@ -31,10 +32,14 @@ def check(step, *args):
 
 
 def gradient(w, batch, boxes):
-  """The gradient of a loss that uses slices of w."""
+  """The gradient of a loss whose stages each use a slice of w."""
 
   def loss(w, x):
-    return sum(jnp.sum(jnp.sin(x @ w[a:b].reshape(-1, 3, 5))) for a, b in boxes)
+    total = 0.0
+    for i, (a, b) in enumerate(boxes):
+      x = mpmd.pipeline_yield(x) if i else x
+      total += jnp.sum(jnp.sin(x @ w[a:b].reshape(-1, 3, 5)))
+    return total
 
   return mpmd.accumulate_grads(lambda x: (jax.grad(loss)(w, x), loss(w, x)), batch)
 
@@ -97,7 +102,11 @@ def test_two_axes():
 
   def step(w, batch):
     def loss(w, x):
-      return sum(jnp.sum(jnp.sin(x @ w[r, s])) for r in range(2) for s in range(2))
+      total = 0.0
+      for i in range(4):
+        x = mpmd.pipeline_yield(x) if i else x
+        total += jnp.sum(jnp.sin(x @ w[i // 2, i % 2]))
+      return total
 
     summed, _ = mpmd.accumulate_grads(lambda x: (jax.grad(loss)(w, x), ()), batch)
     total = jnp.sum(summed**2)
@@ -145,3 +154,18 @@ def test_gradients_alone_are_in_pieces():
   """Also where nothing after the loop brings weights and gradients together."""
   un = check(lambda w, batch: gradient(w, batch, ONES), W, X[None])
   assert un.out_grids[0] == Grid(((0, 1, 2, 3, 4),))
+
+
+def test_slices_that_separate_no_stages():
+  """A matrix cut along its leading axis by one stage, or alike by all, stays whole."""
+
+  def step(w, batch):
+    def loss(w, x):
+      parts = [jnp.sum(jnp.sin(x @ w['qkv'][i])) for i in range(3)]
+      y = mpmd.pipeline_yield(jnp.sin(x @ w['vocab'][:2].T))
+      return sum(parts) + jnp.sum(y @ w['vocab'][:2])
+
+    return mpmd.accumulate_grads(lambda x: (jax.grad(loss)(w, x), ()), batch)
+
+  un = check(step, {'qkv': W, 'vocab': W[:3, :, 0]}, np.stack([X, X + 1]))
+  assert un.in_grids == (None,) * 3 and un.notes == ()
