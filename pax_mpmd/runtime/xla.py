@@ -7,6 +7,7 @@ JAX does a thing differently, both ways are tried here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
 import jax
@@ -43,18 +44,16 @@ def compile_module(module: bytes, device: Device) -> Loaded:
   # These are the options jax.jit itself compiles with, so that results are equal to its.
   from jax._src import compiler
 
-  options = compiler.get_compile_options(
+  options = functools.partial(
+      compiler.get_compile_options,
       num_replicas=1,
       num_partitions=1,
       device_assignment=np.array([[device.id]]),
-      use_spmd_partitioning=False,
   )
   client = device.client
-  if hasattr(client, 'compile_and_load'):  # newer JAX
-    from jaxlib import _jax
-
-    return client.compile_and_load(module, _jax.DeviceList((device,)), options)
-  return client.compile(module, options)
+  if not hasattr(client, 'compile_and_load'):  # 0.4.26
+    return client.compile(module, options(use_spmd_partitioning=False))
+  return client.compile_and_load(module, [device], options())
 
 
 def executor(loaded: Loaded) -> Callable[[Sequence[Array]], list[Array]]:
@@ -80,7 +79,14 @@ def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def adopt(array: np.ndarray, device: Device) -> Array:
   """Puts host memory on a device; the memory belongs to the result and must not change again."""
-  return device.client.buffer_from_pyval(array, device)
+  if hasattr(device.client, 'buffer_from_pyval'):  # 0.4.26
+    return device.client.buffer_from_pyval(array, device)
+  from jaxlib import _jax
+
+  aval = jax.core.ShapedArray(array.shape, array.dtype)
+  sharding = jax.sharding.SingleDeviceSharding(device)
+  # Without enable_x64, 64-bit values would be cut to 32 bits. Host memory is used in place.
+  return _jax.batched_device_put(aval, sharding, [array], [device], enable_x64=True)
 
 
 def to_device(array: np.ndarray, device: Device) -> Array:
