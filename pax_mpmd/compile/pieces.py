@@ -54,6 +54,13 @@ class Emitter:
         for p, s in zip(value.atoms, shapes)
     ]
 
+  def piece(self, value: Pieces, cell: int, aval: Any, like: Any | None = None) -> Any:
+    """The atom of one cell of `value`, whose whole aval is `aval`, zeros written out."""
+    atom = value.atoms[cell]
+    if atom is None:
+      atom = self._zeros(aval.update(shape=value.grid.piece_shapes(aval.shape)[cell]), like)
+    return atom
+
   def _zeros(self, aval: Any, like: Any | None) -> Any:
     zero = jc.Literal(np.zeros((), aval.dtype), aval.update(shape=()))
     out = jc.new_var(aval)

@@ -75,6 +75,12 @@ def _elementwise(em: Emitter, eqn: Any, grid: Grid) -> Pieces:
   def absent(cell: int) -> list[bool]:
     return [s and v.atoms[cell] is None for s, v in zip(sparse, values)]
 
+  def operand(i: int, cell: int) -> Any:
+    """A piece of operand i; of one that is split already, only the zeros in use are written out."""
+    if sparse[i]:
+      return em.piece(values[i], cell, eqn.invars[i].aval, eqn)
+    return _pieces_of(em, eqn, rows, i, grid)[cell]
+
   rows: list[list[Any]] = []
   for v, array in zip(eqn.invars, is_array):
     rows.append([] if array else [em.whole(v, eqn)] * grid.num_cells)
@@ -83,12 +89,12 @@ def _elementwise(em: Emitter, eqn: Any, grid: Grid) -> Pieces:
     gone = absent(cell)
     if name in ('add_any', 'add') and any(gone):
       left = [i for i, g in enumerate(gone) if not g]
-      out.append(_pieces_of(em, eqn, rows, left[0], grid)[cell] if left else None)
+      out.append(operand(left[0], cell) if left else None)
       continue
     if any(gone) and _keeps_zeros(eqn, gone):
       out.append(None)
       continue
-    operands = [_pieces_of(em, eqn, rows, i, grid)[cell] for i in range(len(values))]
+    operands = [operand(i, cell) for i in range(len(values))]
     out.append(em.bind(eqn, operands, aval.update(shape=shapes[cell]), **eqn.params))
   return Pieces(grid, tuple(out))
 
