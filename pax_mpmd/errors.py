@@ -14,7 +14,16 @@ __all__ = [
     'PartitionError',
     'PlanError',
     'ScheduleError',
+    'shown',
 ]
+
+
+def shown(value: object, limit: int = 80) -> str:
+  """A value as messages show it: its repr on one line, cut after `limit` characters."""
+  if isinstance(value, str) and len(value) > limit:
+    return f'{value[:limit]!r}...'
+  text = ' '.join(repr(value).split())
+  return text if len(text) <= limit + 3 else text[:limit] + '...'
 
 
 class MpmdError(Exception):

@@ -30,6 +30,9 @@ accumulate_grads_p = jc.Primitive('accumulate_grads')
 
 _yield_ids = itertools.count()
 
+# Names the scan of a loop that is differentiated or vmapped as a whole, which can't be cut.
+LOOP_SCOPE = 'accumulate_grads_loop'
+
 # So that messages name the user's line, not the one in here.
 jc.hide_in_sources(__file__)
 
@@ -148,8 +151,8 @@ def accumulate_grads(fn: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[
   if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
     raise PartitionError(
         'accumulate_grads: every leaf of `batch` must have the number of microbatches (at least 1)'
-        f' as its leading axis; got the shapes {[tuple(x.shape) for x in leaves]}. Reshape the'
-        ' batch to [M, microbatch, ...] first.'
+        f' as its leading axis; got {_some_shapes(batch)}. Reshape the batch to'
+        ' [M, microbatch, ...] first.'
     )
   (num_microbatches,) = sizes.pop()
   out_trees: list[Any] = []
@@ -159,7 +162,7 @@ def accumulate_grads(fn: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[
     if not isinstance(out, tuple) or len(out) != 2:
       raise PartitionError(
           'accumulate_grads: `fn` must return a pair (summed, stacked); got'
-          f' {type(out).__name__}. Write `return grads, loss`, or `return grads, ()` if there is'
+          f' {_kind(out)}. Write `return grads, loss`, or `return grads, ()` if there is'
           ' nothing to stack.'
       )
     summed, summed_tree = jax.tree_util.tree_flatten(out[0])
@@ -200,6 +203,24 @@ def accumulate_grads(fn: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[
   )
 
 
+def _kind(value: Any) -> str:
+  """What a value is, for messages: tracers are arrays to users."""
+  return 'an array' if hasattr(value, 'dtype') else f'a {type(value).__name__}'
+
+
+def _some_shapes(batch: Any) -> str:
+  """The shapes of a few leaves, one for each size of the leading axis first."""
+  named = {
+      path: jnp.shape(x) for path, x in zip(_paths(batch), jax.tree_util.tree_leaves(batch))
+  }
+  if not named:
+    return 'no leaves'
+  first = {shape[:1]: path for path, shape in reversed(named.items())}
+  chosen = dict.fromkeys([*sorted(first.values()), *named])
+  text = ', '.join(f'batch{path} {named[path]}' for path in list(chosen)[:6])
+  return f'the shapes {text}' + (f' and {len(named) - 6} more' if len(named) > 6 else '')
+
+
 def _paths(tree: Any) -> list[str]:
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
   return [jax.tree_util.keystr(path) for path, _ in leaves]
@@ -216,7 +237,8 @@ def _loop(*args, jaxpr, num_consts, num_summed, num_microbatches):
     return sums, outs[num_summed:]
 
   zeros = [jnp.zeros(a.shape, a.dtype) for a in jaxpr.out_avals[:num_summed]]
-  sums, stacked = jax.lax.scan(body, zeros, list(batch), length=num_microbatches)
+  with jax.named_scope(LOOP_SCOPE):
+    sums, stacked = jax.lax.scan(body, zeros, list(batch), length=num_microbatches)
   return [*sums, *stacked]
 
 

@@ -12,6 +12,7 @@ segment of its operands on. A value that depends on no mark has the segment FREE
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -86,7 +87,10 @@ def _number_marks(body: Any, num_stages: int) -> tuple[dict[int, tuple[str, int]
     if eqn.primitive.name == 'pipeline_yield':
       kinds[eqn.params['direction']].append((i, eqn))
   if len(forward) not in (num_stages - 1, num_stages):
-    where = ''.join(f'\n  {jc.source_of(e)}' for _, e in forward[:8])
+    lines = collections.Counter(jc.source_of(e) for _, e in forward)
+    where = ''.join(
+        f'\n  {line}' + (f', {n} times' if n > 1 else '') for line, n in list(lines.items())[:6]
+    )
     raise PartitionError(
         f'The schedule has num_stages={num_stages}, so the loss function must call pipeline_yield'
         f' {num_stages - 1} times (or {num_stages}, with one after the last stage); the traced'

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from pax_mpmd.compile import jax_compat as jc
+from pax_mpmd.compile.marks import LOOP_SCOPE
 from pax_mpmd.errors import PartitionError
 
 # Calls whose body may stand in their place. After differentiation the custom rules have done
@@ -218,6 +219,13 @@ class _Inliner:
             ' and pass it in the batch.'
         )
       if self.inside is not None and name in _MARKS:
+        if LOOP_SCOPE in str(self.inside.source_info.name_stack):
+          raise PartitionError(
+              f'accumulate_grads is differentiated or vmapped as a whole, at'
+              f' {jc.source_of(self.inside)}, so that {name} at {jc.source_of(eqn)} can\'t be cut.'
+              ' Take the gradient inside: accumulate_grads(lambda mb: (jax.grad(loss)(params, mb),'
+              ' ()), batch) sums the gradients of the microbatches.'
+          )
         around = _NAMES.get(self.inside.primitive.name, self.inside.primitive.name)
         raise PartitionError(
             f'{name} is called inside {around}, at {jc.source_of(eqn)}'

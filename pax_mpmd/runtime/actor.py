@@ -16,6 +16,7 @@ from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
 from pax_mpmd.runtime.channels import Transport
 from pax_mpmd.runtime.executables import ExecutableCache
+from pax_mpmd.runtime.failure import brief
 from pax_mpmd.runtime.failure import Failure
 from pax_mpmd.runtime.failure import FailureKind
 from pax_mpmd.runtime.failure import StepFailed
@@ -85,7 +86,7 @@ class Actor:
       self._failure = Failure(
           kind=FailureKind.LOST_PEER if lost else FailureKind.EXCEPTION,
           actor=self.rank,
-          message=f'{method}: {type(error).__name__}: {error}.',
+          message=f'{method}: {brief(error)}.',
           traceback=''.join(traceback.format_exception(error)),
           peer=error.peer if lost else None,
       )

@@ -8,7 +8,10 @@ import enum
 
 from pax_mpmd.errors import ActorError
 
-__all__ = ['Failure', 'FailureKind', 'StepFailed', 'primary']
+__all__ = ['Failure', 'FailureKind', 'StepFailed', 'brief', 'primary']
+
+_MAX_LINES = 4  # of an exception's text in a message; its traceback has all of it
+_MAX_CHARACTERS = 600
 
 
 class FailureKind(enum.IntEnum):
@@ -58,6 +61,14 @@ class StepFailed(Exception):
   def __init__(self, failure: Failure):
     super().__init__(failure.message)
     self.failure = failure
+
+
+def brief(error: Exception) -> str:
+  """An exception's type and the beginning of its text; XLA's can be as long as the program."""
+  lines = [line for line in str(error).splitlines() if line.strip()]
+  text = '\n'.join(lines[:_MAX_LINES])
+  left_out = len(lines) > _MAX_LINES or len(text) > _MAX_CHARACTERS
+  return f'{type(error).__name__}: {text[:_MAX_CHARACTERS]}' + (' ...' if left_out else '')
 
 
 def primary(failures: Iterable[Failure]) -> Failure:

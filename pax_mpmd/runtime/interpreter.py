@@ -30,6 +30,7 @@ from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
 from pax_mpmd.runtime.channels import Transport
 from pax_mpmd.runtime.executables import CompiledProgram
+from pax_mpmd.runtime.failure import brief
 from pax_mpmd.runtime.failure import Failure
 from pax_mpmd.runtime.failure import FailureKind
 from pax_mpmd.runtime.failure import StepFailed
@@ -285,7 +286,7 @@ class PreparedPlan:
     return Failure(
         kind=FailureKind.LOST_PEER if lost else FailureKind.EXCEPTION,
         actor=self.plan.actor,
-        message=f'{error}.' if lost else f'{type(error).__name__}: {error}',
+        message=f'{error}.' if lost else brief(error),
         step=step,
         stage=stage,
         instruction=text,

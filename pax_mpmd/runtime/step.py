@@ -18,6 +18,7 @@ from pax_mpmd.compile.step import compile_step
 from pax_mpmd.compile.step import num_microbatches_of
 from pax_mpmd.compile.step import trace
 from pax_mpmd.errors import ConfigError
+from pax_mpmd.errors import shown
 from pax_mpmd.plan.instructions import Plan
 from pax_mpmd.runtime.arrays import MpmdArray
 from pax_mpmd.runtime.base import Runtime
@@ -88,13 +89,13 @@ class MpmdFunction:
   def __init__(self, step, schedule, runtime, donate_argnums, on_progress):
     if not isinstance(schedule, Schedule):
       raise ConfigError(
-          f'mpmd_jit: schedule={schedule!r} is a {type(schedule).__name__}; it must be a'
+          f'mpmd_jit: schedule={shown(schedule)} is a {type(schedule).__name__}; it must be a'
           ' pax_mpmd.schedules.Schedule, for example OneFOneB(num_stages=4). A name or a .csv file'
           ' becomes one by pax_mpmd.schedules.get(name, num_stages=4).'
       )
     if isinstance(runtime, type) or not hasattr(runtime, 'load'):
       raise ConfigError(
-          f'mpmd_jit: runtime={runtime!r} must be a runtime object: pax_mpmd.LocalRuntime() or'
+          f'mpmd_jit: runtime={shown(runtime)} must be a runtime object: pax_mpmd.LocalRuntime() or'
           ' pax_mpmd.RayRuntime(), with the parentheses.'
       )
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
@@ -169,6 +170,7 @@ class MpmdFunction:
     )
     plan = planning.lower(compiled.program, self._schedule)
     planning.verify(plan)
+    planning.verify_values(plan, compiled.program, self._schedule)
     for note in compiled.notes:
       _log.warning('%s: %s', getattr(self._step, '__name__', 'step'), note)
     planned = PlannedStep(compiled.program, plan, compiled.notes, compiled.out_tree)
@@ -193,12 +195,19 @@ def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, list[jax.ShapeDtyp
       path = jax.tree_util.tree_flatten_with_path((args, kwargs))[0][position][0]
       raise ConfigError(
           f'mpmd_jit: argument {jax.tree_util.keystr(path)} of the step (of (args, kwargs)) is'
-          f' {leaves[position]!r}, {problem}'
+          f' {_described(leaves[position])}, {problem}'
       )
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
     arrays.append(leaf)
     avals.append(jax.ShapeDtypeStruct(tuple(leaf.shape), dtype))
   return arrays, in_tree, avals
+
+
+def _described(value: Any) -> str:
+  """An argument, for messages: arrays by shape and dtype."""
+  if hasattr(value, 'shape') and hasattr(value, 'dtype'):
+    return f'{value.dtype}{list(value.shape)}'
+  return shown(value)
 
 
 def _problem(array: Any) -> str:

@@ -77,7 +77,7 @@ def positive(owner: str, field: str, value) -> int:
     number = 0
   if number < 1:
     raise errors.ScheduleError(
-        f'{owner}: {field} must be a whole number of at least 1, but is {value!r}. Set {field} to '
-        'such a number.'
+        f'{owner}: {field} must be a whole number of at least 1, but is '
+        f'{errors.shown(value)}.'
     )
   return number

@@ -49,14 +49,22 @@ def get(
     ConfigError: there is no schedule of that name, or num_stages is missing.
     ScheduleError: the table can't be read, or the numbers don't suit the schedule.
   """
+  if not isinstance(name_or_path, str | os.PathLike):
+    raise errors.ConfigError(
+        f"A schedule's name must be a text such as '1f1b', or the path of a table, but is "
+        f'{errors.shown(name_or_path)}.'
+    )
   name = os.fspath(name_or_path)
   if name.endswith('.csv'):
     return FromTable(name, num_stages=num_stages, num_actors=num_actors)
   if name not in NAMES:
     raise errors.ConfigError(
-        f'There is no schedule named {name!r}. Choose one of {", ".join(NAMES)}, or give the path '
-        'of a table that ends in .csv.'
+        f'There is no schedule named {errors.shown(name)}. Choose one of {", ".join(NAMES)}, or '
+        'give the path of a table that ends in .csv.'
     )
   if num_stages is None:
-    raise errors.ConfigError(f'The schedule {name!r} needs num_stages.')
+    raise errors.ConfigError(
+        f'The schedule {name!r} needs num_stages, the number of stages of the model: '
+        f'get({name!r}, num_stages=4), for example.'
+    )
   return NAMES[name](num_stages=num_stages, num_actors=num_actors)

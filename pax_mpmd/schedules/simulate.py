@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import math
+import numbers
 
 from pax_mpmd import errors
 from pax_mpmd.schedules.base import Schedule
@@ -81,17 +82,23 @@ def simulate(
 
 def cost_function(costs: Costs | None, num_stages: int):
   """The time of a task as a function of it. See `simulate` for the argument and the errors."""
+  if costs is not None and not isinstance(costs, Mapping):
+    raise errors.ScheduleError(
+        f'costs must be a dict from a Phase, or a (stage, Phase), to a time, but is '
+        f'{errors.shown(costs)}.'
+    )
   table = {(s, phase): UNIT_COSTS[phase] for s in range(num_stages) for phase in Phase}
   for key, value in sorted((costs or {}).items(), key=lambda item: isinstance(item[0], tuple)):
     keys = [key] if isinstance(key, tuple) else [(s, key) for s in range(num_stages)]
     if any(k not in table for k in keys):
       raise errors.ScheduleError(
-          f'costs has the key {key!r}, which is neither a Phase (F, B, I, W) nor a (stage, Phase) '
-          f'with a stage of 0 to {num_stages - 1}.'
+          f'costs has the key {errors.shown(key)}, which is neither a Phase (F, B, I, W) nor a '
+          f'(stage, Phase) with a stage of 0 to {num_stages - 1}.'
       )
-    if not 0 <= value < math.inf:
+    if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:
       raise errors.ScheduleError(
-          f'costs[{key!r}] must be a finite time of at least 0, but is {value!r}.'
+          f'costs[{errors.shown(key)}] must be a finite time of at least 0, but is '
+          f'{errors.shown(value)}.'
       )
     table.update(dict.fromkeys(keys, value))
   return lambda task: table[task.stage, task.phase]

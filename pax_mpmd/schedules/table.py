@@ -48,7 +48,8 @@ class FromTable(Schedule):
   def __post_init__(self):
     if self.rows_are not in (None, 'actors', 'steps'):
       raise errors.ScheduleError(
-          f"FromTable: rows_are must be 'actors', 'steps' or None, but is {self.rows_are!r}."
+          f"FromTable: rows_are must be 'actors', 'steps' or None, but is "
+          f'{errors.shown(self.rows_are)}.'
       )
     lists = _read(self.table, self.rows_are)
     if not all(lists) or not lists:
@@ -66,7 +67,7 @@ class FromTable(Schedule):
       wanted = getattr(self, field)
       if wanted is not None and wanted != number:
         raise errors.ScheduleError(
-            f'FromTable: {field} is {wanted!r}, but {_origin(self.table)} has {number} '
+            f'FromTable: {field} is {errors.shown(wanted)}, but {_origin(self.table)} has {number} '
             f'{field[4:]}. Leave {field} unset or use a table made for it.'
         )
       object.__setattr__(self, field, number)
@@ -75,16 +76,17 @@ class FromTable(Schedule):
 
   def placement(self) -> tuple[int, ...]:
     """The actor of each stage: where most of its tasks are, so that `validate` marks the others."""
+    stages = {task.stage for tasks in self.lists for task in tasks}
+    if len(stages) < self.num_stages:
+      missing = next(stage for stage in range(self.num_stages) if stage not in stages)
+      raise errors.ScheduleError(
+          f'FromTable: {_origin(self.table)} has no task of stage {missing}, but tasks of stage '
+          f'{self.num_stages - 1}. Stages are numbered from 0 without gaps.'
+      )
     counts = [[0] * self.num_actors for _ in range(self.num_stages)]
     for actor, tasks in enumerate(self.lists):
       for task in tasks:
         counts[task.stage][actor] += 1
-    for stage, on_actor in enumerate(counts):
-      if not any(on_actor):
-        raise errors.ScheduleError(
-            f'FromTable: {_origin(self.table)} has no task of stage {stage}, but tasks of stage '
-            f'{self.num_stages - 1}. Stages are numbered from 0 without gaps.'
-        )
     return tuple(on_actor.index(max(on_actor)) for on_actor in counts)
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
@@ -152,7 +154,8 @@ def _cells(table) -> list[Sequence]:
         isinstance(row, str) or not isinstance(row, Sequence) for row in table
     ):
       raise errors.ScheduleError(
-          f'FromTable: table must be a path, a text or rows of cells, but is {table!r}.'
+          'FromTable: table must be a path, a text or rows of cells, but is '
+          f'{errors.shown(table)}.'
       )
     return list(table)
   if isinstance(table, str) and '\n' in table:
@@ -165,5 +168,11 @@ def _cells(table) -> list[Sequence]:
       raise errors.ScheduleError(f"FromTable: can't read {_origin(table)}: {e}") from e
   lines = [line for line in text.splitlines() if line.strip()]
   if any(',' in line for line in lines):
-    return list(csv.reader(io.StringIO('\n'.join(lines))))
+    try:
+      return list(csv.reader(io.StringIO('\n'.join(lines))))
+    except csv.Error as e:
+      raise errors.ScheduleError(
+          f'FromTable: {_origin(table)} is not CSV text: {e}. Write one row of tasks such as '
+          '0F0,0B0 for each actor.'
+      ) from e
   return [line.split() for line in lines]

@@ -23,7 +23,7 @@ class Phase(str, enum.Enum):
     return self.value
 
 
-_TEXT = re.compile(r'(\d+)([FBIW])(\d+)')
+_TEXT = re.compile(r'([0-9]{1,9})([FBIW])([0-9]{1,9})')
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -58,8 +58,8 @@ class Task:
     match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
       raise errors.ScheduleError(
-          f'{text!r} is not a task. A task is written stage, phase, microbatch, where the phase is '
-          'F (forward), B (backward), I (input gradient) or W (weight gradient): 2F0 is the '
-          'forward of stage 2 for microbatch 0.'
+          f'{errors.shown(text)} is not a task. A task is written stage, phase, microbatch, where '
+          'the phase is F (forward), B (backward), I (input gradient) or W (weight gradient): 2F0 '
+          'is the forward of stage 2 for microbatch 0.'
       )
     return cls(int(match[1]), Phase(match[2]), int(match[3]))

@@ -13,6 +13,7 @@ A schedule is valid for M microbatches when
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+import numbers
 from typing import NoReturn
 
 from pax_mpmd import errors
@@ -55,15 +56,16 @@ def checked_tasks(
   """As `validate`; returns the tasks of each actor."""
   if not isinstance(schedule, Schedule):
     raise errors.ScheduleError(
-        f'A schedule must be an instance of pax_mpmd.schedules.Schedule, but is {schedule!r}. '
+        f'A schedule must be an instance of pax_mpmd.schedules.Schedule, but is '
+        f'{errors.shown(schedule)}. '
         'Build one, for example OneFOneB(num_stages=4), or look one up by name with '
         "schedules.get('1f1b', num_stages=4)."
     )
   if not isinstance(schedule.num_stages, int) or not isinstance(schedule.num_actors, int):
     raise errors.ScheduleError(
-        f'{_name(schedule)} has num_stages={schedule.num_stages!r} and num_actors='
-        f'{schedule.num_actors!r}, which must both be whole numbers. A subclass with its own '
-        '__post_init__ must call super().__post_init__().'
+        f'{_name(schedule)} has num_stages={errors.shown(schedule.num_stages)} and num_actors='
+        f'{errors.shown(schedule.num_actors)}, which must both be whole numbers. A subclass with '
+        'its own __post_init__ must call super().__post_init__().'
     )
   num_microbatches = positive(_name(schedule), 'num_microbatches', num_microbatches)
   placement = _placement(schedule)
@@ -80,26 +82,28 @@ def _placement(schedule: Schedule) -> tuple[int, ...]:
   where = f'{_name(schedule)}: placement()'
   if not isinstance(placement, (tuple, list)):
     raise errors.ScheduleError(
-        f'{where} must return a tuple with the actor of each stage, but returned {placement!r}.'
+        f'{where} must return a tuple with the actor of each stage, but returned '
+        f'{errors.shown(placement)}.'
     )
   if len(placement) != schedule.num_stages:
     raise errors.ScheduleError(
         f'{where} must name an actor for each of the {schedule.num_stages} stages, but returned '
-        f'{len(placement)} of them: {placement!r}.'
+        f'{len(placement)} of them: {errors.shown(placement)}.'
     )
   for stage, actor in enumerate(placement):
-    if not isinstance(actor, int) or not 0 <= actor < schedule.num_actors:
+    if not isinstance(actor, numbers.Integral) or not 0 <= actor < schedule.num_actors:
       raise errors.ScheduleError(
-          f'{where} puts stage {stage} on actor {actor!r}, but actors are numbered 0 to '
-          f'{schedule.num_actors - 1}. Change the placement or raise num_actors.'
+          f'{where} puts stage {stage} on actor {errors.shown(actor)}, but actors are numbered 0 '
+          f'to {schedule.num_actors - 1}. Change the placement or raise num_actors.'
       )
   idle = sorted(set(range(schedule.num_actors)) - set(placement))
   if idle:
     raise errors.ScheduleError(
         f'{where} gives no stage to actor {_some(idle)}. Every actor must own at least one stage; '
-        f'lower num_actors ({schedule.num_actors}) or change the placement {tuple(placement)}.'
+        f'lower num_actors ({schedule.num_actors}) or change the placement '
+        f'{errors.shown(tuple(placement))}.'
     )
-  return tuple(placement)
+  return tuple(map(int, placement))
 
 
 def _lists(schedule: Schedule, num_microbatches: int) -> _Lists:
@@ -108,7 +112,8 @@ def _lists(schedule: Schedule, num_microbatches: int) -> _Lists:
   lists = schedule.tasks(num_microbatches)
   if isinstance(lists, str) or not isinstance(lists, Iterable):
     raise errors.ScheduleError(
-        f'{where} must return one sequence of tasks per actor, but returned {lists!r}.'
+        f'{where} must return one sequence of tasks per actor, but returned '
+        f'{errors.shown(lists)}.'
     )
   lists = list(lists)
   if len(lists) != schedule.num_actors:
@@ -120,14 +125,18 @@ def _lists(schedule: Schedule, num_microbatches: int) -> _Lists:
     if isinstance(tasks, str) or not isinstance(tasks, Iterable):
       raise errors.ScheduleError(
           f'{where} must return a sequence of tasks for each actor, but for actor {actor} returned '
-          f'{tasks!r}.'
+          f'{errors.shown(tasks)}.'
       )
     lists[actor] = tuple(tasks)
     for position, task in enumerate(lists[actor]):
-      if not isinstance(task, Task) or not isinstance(task.phase, Phase):
+      if not isinstance(task, Task) or not (
+          isinstance(task.stage, numbers.Integral)
+          and isinstance(task.phase, Phase)
+          and isinstance(task.microbatch, numbers.Integral)
+      ):
         raise errors.ScheduleError(
-            f'{where} returned {task!r} at position {position} of actor {actor}, which is not a '
-            "Task. Make tasks with Task(2, Phase.F, 0) or Task.parse('2F0')."
+            f'{where} returned {errors.shown(task)} at position {position} of actor {actor}, which '
+            "is not a Task. Make tasks with Task(2, Phase.F, 0) or Task.parse('2F0')."
         )
   return tuple(lists)
 

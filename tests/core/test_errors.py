@@ -12,6 +12,7 @@ from tests import oracle
 from tests.core import toy
 from tests.core.toy import dense
 from tests.core.toy import mse
+from tests.messages import assert_readable
 
 
 def plan(step, *args, schedule=None):
@@ -24,9 +25,8 @@ def message(error, step, *args, **kwargs) -> str:
   """The text of the error that planning `step` raises: short, and naming this file."""
   with pytest.raises(error) as caught:
     plan(step, *args, **kwargs)
-  text = str(caught.value)
-  assert len(text.splitlines()) <= 10, text
-  return text
+  assert_readable(str(caught.value))
+  return str(caught.value)
 
 
 def loss(ws, mb, num_yields=2):
@@ -38,17 +38,19 @@ def loss(ws, mb, num_yields=2):
   return mse(x, mb['y'])
 
 
-@pytest.mark.parametrize('num_yields', [0, 1, 4])
+@pytest.mark.parametrize('num_yields', [0, 1, 40])
 def test_wrong_number_of_yields(num_yields):
   """It says how many there are, how many there should be, and where they stand."""
   text = message(
       mpmd.PartitionError,
       toy.train_step(lambda ws, mb: loss(ws, mb, num_yields)),
-      toy.weights(5),
+      toy.weights(num_yields + 1),
       toy.batch(),
   )
   assert 'num_stages=3' in text and f'{num_yields} calls' in text
-  assert num_yields == 0 or 'test_errors.py' in text
+  assert f'num_stages={num_yields + 1}' in text
+  assert text.count('test_errors.py') == min(num_yields, 1)
+  assert num_yields < 2 or f', {num_yields} times' in text
 
 
 def _in_scan(ws, mb):
@@ -71,13 +73,83 @@ def _in_cond(ws, mb):
   return mse(dense(ws[1], x), mb['y'])
 
 
+def _in_while(ws, mb):
+  x = jax.lax.stop_gradient(dense(ws[0], mb['x']))
+  x = jax.lax.while_loop(lambda x: jnp.sum(x) > 0, lambda x: mpmd.pipeline_yield(x - 1), x)
+  return mse(dense(ws[1], x), mb['y'])
+
+
+def _in_fori(ws, mb):
+  x = jax.lax.fori_loop(0, 2, lambda i, x: mpmd.pipeline_yield(dense(ws[0], x)), mb['x'])
+  return mse(dense(ws[1], x), mb['y'])
+
+
 @pytest.mark.parametrize(
-    'loss_fn,kind', [(_in_scan, 'scan'), (_in_checkpoint, 'checkpoint'), (_in_cond, 'cond')]
+    'loss_fn,kind',
+    [
+        (_in_scan, 'scan'),
+        (_in_checkpoint, 'checkpoint'),
+        (_in_cond, 'cond'),
+        (_in_while, 'while'),
+        (_in_fori, 'scan'),
+    ],
 )
 def test_yield_inside_control_flow(loss_fn, kind):
   """It names the user's line and what the call stands in."""
   text = message(mpmd.PartitionError, toy.train_step(loss_fn), toy.weights(), toy.batch())
   assert f'inside {kind}' in text and 'test_errors.py' in text
+
+
+def _grad_of_the_loop(ws, batch):
+  total = lambda ws: mpmd.accumulate_grads(lambda mb: (loss(ws, mb), ()), batch)[0]
+  return jax.grad(total)(ws)
+
+
+def _vmap_of_the_loop(ws, batch):
+  total = lambda scale: mpmd.accumulate_grads(
+      lambda mb: (loss([w * scale for w in ws], mb), ()), batch
+  )
+  return jax.vmap(total)(jnp.ones(2))
+
+
+@pytest.mark.parametrize('step', [_grad_of_the_loop, _vmap_of_the_loop])
+def test_loop_transformed_as_a_whole(step):
+  """The user wrote no scan, so the message speaks of the loop, and of where the gradient goes."""
+  text = message(mpmd.PartitionError, step, toy.weights(), toy.batch())
+  assert 'differentiated or vmapped as a whole' in text and 'jax.grad(loss)' in text
+  assert text.count('test_errors.py') == 2 and 'scan' not in text
+
+
+def test_loop_inside_a_loop():
+  """The microbatch loop must be outermost."""
+
+  def step(ws, batch):
+    fn = lambda mb: (jax.grad(loss)(ws, mb), ())
+    return jax.lax.scan(lambda c, _: (c, mpmd.accumulate_grads(fn, batch)), 0, None, length=2)
+
+  text = message(mpmd.PartitionError, step, toy.weights(), toy.batch())
+  assert 'accumulate_grads is called inside scan' in text and text.count('test_errors.py') == 2
+
+
+def test_second_derivatives():
+  """A gradient of a gradient runs through the stages more than once."""
+
+  def step(ws, batch):
+    inner = lambda ws, mb: sum(jnp.sum(g**2) for g in jax.grad(loss)(ws, mb))
+    return mpmd.accumulate_grads(lambda mb: (jax.grad(inner)(ws, mb), ()), batch)
+
+  text = message(mpmd.PartitionError, step, toy.weights(), toy.batch())
+  assert 'Differentiate the loss function once' in text and 'test_errors.py' in text
+
+
+def test_no_pair():
+  """What the microbatch's function returns is an array to its writer, not a tracer."""
+
+  def step(ws, batch):
+    return mpmd.accumulate_grads(lambda mb: loss(ws, mb), batch)
+
+  text = message(mpmd.PartitionError, step, toy.weights(), toy.batch())
+  assert 'an array' in text and 'return grads, loss' in text
 
 
 def test_no_loop():
@@ -118,7 +190,10 @@ def test_batches_that_do_not_agree():
   """Leaves with different numbers of microbatches."""
   batch = {**toy.batch(), 'y': toy.batch(3)['y']}
   text = message(mpmd.PartitionError, toy.train_step(loss), toy.weights(), batch)
-  assert '(4, 2, 8)' in text and '(3, 2, 8)' in text
+  assert "['x'] (4, 2, 8)" in text and "['y'] (3, 2, 8)" in text
+  many = {f'leaf{i:03}': np.zeros((4 + (i == 150), 2)) for i in range(300)}
+  text = message(mpmd.PartitionError, toy.train_step(loss), toy.weights(), many)
+  assert "['leaf150'] (5, 2)" in text and '294 more' in text
 
 
 def test_a_broken_schedule_is_refused_first():
@@ -197,8 +272,9 @@ def test_typed_key_as_argument_is_refused():
     ws, out = toy.train_step(loss)(ws, batch)
     return ws, (out, jax.random.normal(key))
 
-  text = message(mpmd.ConfigError, step, toy.weights(), toy.batch(), jax.random.key(0))
-  assert 'key_data' in text and '[0][2]' in text
+  keys = jax.random.split(jax.random.key(0), 1000)
+  text = message(mpmd.ConfigError, step, toy.weights(), toy.batch(), keys)
+  assert 'key_data' in text and '[0][2]' in text and 'key<fry>[1000]' in text
 
 
 def test_typed_key_as_result_is_refused():
@@ -220,3 +296,12 @@ def test_argument_that_is_no_array():
 
   text = message(mpmd.ConfigError, step, toy.weights(), toy.batch(), 'adam')
   assert 'adam' in text
+  text = message(mpmd.ConfigError, step, toy.weights(), toy.batch(), 'adam' * 1000)
+  assert 'adam' in text
+  names = np.array([['abc'] * 100] * 100)
+  text = message(mpmd.ConfigError, step, toy.weights(), toy.batch(), names)
+  assert '[100, 100]' in text
+  for wrong in ('1f1b', [['0F0'] * 100] * 100):
+    with pytest.raises(mpmd.ConfigError, match='Schedule') as caught:
+      mpmd.mpmd_jit(step, schedule=wrong, runtime=mpmd.LocalRuntime())
+    assert_readable(str(caught.value))

@@ -101,6 +101,11 @@ def test_instruction_text():
   assert format_instruction(Send(3, (7, 8), '2F0')) == 'send 2F0 to actor 3: %7 %8'
   assert format_instruction(Recv(1, (4,), '1F0')) == 'recv 1F0 from actor 1: -> %4'
   assert format_instruction(Free((4, 5))) == 'free %4 %5'
+  many = tuple(range(100))
+  assert format_instruction(Free(many), max_slots=2) == 'free %0 %1 and 98 more'
+  short = format_instruction(Run('x', many, many[:1], '2F0', 2), max_slots=2)
+  assert short == 'run 2F0: %0 %1 and 98 more -> %0'
+  assert format_instruction(Run('x', many, (), '2F0', 2)).endswith('%98 %99 ->')
 
 
 def test_plan_text():

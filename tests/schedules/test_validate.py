@@ -16,6 +16,7 @@ from pax_mpmd.schedules import Phase
 from pax_mpmd.schedules import Schedule
 from pax_mpmd.schedules import Task
 from pax_mpmd.schedules import validate
+from tests.messages import assert_readable
 from tests.schedules.random_schedules import random_schedule
 
 BASE = ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
@@ -57,7 +58,7 @@ def refused(schedule, num_microbatches, *words, **kwargs):
   message = str(e.value)
   for word in words:
     assert word in message, message
-  assert len(message.splitlines()) <= 15
+  assert_readable(message)
   return message
 
 
@@ -169,6 +170,10 @@ def test_split_backward():
         (Lists(2, where=5), ['placement()', '5']),
         (Lists(2, where=(0,)), ['placement()', '2 stages', '1 of them']),
         (Lists(2, where=(0, 2)), ['stage 1 on actor 2', '0 to 1']),
+        (Lists(2, where=[0] * 3000), ['2 stages', '3000 of them']),
+        (Lists(2, result='x' * 3000), ['one sequence of tasks per actor', 'xxx']),
+        (Lists(1, result=[[Task('0', Phase.F, 0)]]), ['position 0 of actor 0', 'not a Task']),
+        (Lists(1, result=[[Task(0, Phase.F, 0.5)]]), ['position 0 of actor 0', 'not a Task']),
         (Lists(2, where=(1, 1)), ['no stage to actor 0']),
         (Schedule(2), ['Schedule', 'tasks(self, num_microbatches)']),
         (Forgetful(2), ['num_actors=None', 'super().__post_init__()']),
