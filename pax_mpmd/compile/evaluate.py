@@ -13,13 +13,17 @@ from pax_mpmd.compile.program import OperandKind
 
 
 def evaluate_loop(cut: CutLoop, operands: Sequence[Any]) -> list[Any]:
-  """Runs the tasks in plain order on the values of `cut.operands`; returns the loop's results."""
+  """Runs the tasks on the values of `cut.operands`; returns the loop's results.
+
+  Each microbatch's tasks run in plain order, those of the weights' gradients (W) last of all.
+  """
   import jax.numpy as jnp
 
   num = cut.num_microbatches
   sums = [np.zeros(a.shape, a.dtype) for a in cut.out_avals[: cut.num_summed]]
   rows: list[list[Any]] = [[] for _ in cut.out_avals[cut.num_summed :]]
-  order = sorted(cut.tasks, key=lambda k: k[0] if k[1] == 'F' else 2 * 10**6 - k[0])
+  rank = {'F': 0, 'B': 1, 'I': 1, 'W': 2}
+  order = sorted(cut.tasks, key=lambda key: (rank[key[1]], key[0] if key[1] == 'F' else -key[0]))
   for m in range(num):
     edges: dict[int, Any] = {}
     for key in order:

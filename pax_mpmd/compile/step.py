@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -10,11 +10,13 @@ from pax_mpmd.compile.branches import flatten_branches
 from pax_mpmd.compile.classes import Grid
 from pax_mpmd.compile.export import aval_of
 from pax_mpmd.compile.export import export
+from pax_mpmd.compile.last_yield import notes_on_last_yield
 from pax_mpmd.compile.partition import partition
 from pax_mpmd.compile.placement import place
 from pax_mpmd.compile.program import Leaf
 from pax_mpmd.compile.program import Piece
 from pax_mpmd.compile.program import StepProgram
+from pax_mpmd.compile.repeats import merge_repeats
 from pax_mpmd.compile.shared import delay_shared_sums
 from pax_mpmd.compile.trace import loop_of
 from pax_mpmd.compile.trace import trace_step
@@ -40,7 +42,8 @@ class CompiledStep:
 
 def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: int,
                  in_names: Sequence[str], donated: Sequence[bool],
-                 next_value_of: Mapping[int, int]) -> CompiledStep:
+                 next_value_of: Mapping[int, int],
+                 split_stages: Collection[int] = ()) -> CompiledStep:
   """Compiles a traced step for a placement.
 
   Args:
@@ -50,13 +53,15 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
     in_names: per flat argument its name for messages.
     donated: per flat argument whether the caller gives it up.
     next_value_of: flat result -> flat argument whose place it takes in the next step.
+    split_stages: the stages whose backward pass is split into I and W.
 
   Raises:
     PartitionError: the step can't be cut.
   """
   num_stages = len(placement)
-  step = delay_shared_sums(unstack(flatten_branches(traced), num_stages), num_stages)
-  cut = partition(step.jaxpr, num_stages)
+  traced = merge_repeats(flatten_branches(traced), num_stages)
+  step = delay_shared_sums(unstack(traced, num_stages), num_stages)
+  cut = partition(step.jaxpr, num_stages, split_stages)
   inputs = _leaves(step.in_grids, [v.aval for v in traced.jaxpr.invars], in_names)
   outputs = _leaves(step.out_grids, [v.aval for v in traced.jaxpr.outvars], None)
   placed = place(step.jaxpr, cut, placement, _piece_pairs(step, inputs, outputs, next_value_of))
@@ -71,7 +76,8 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
       outputs,
       piece_donated,
   )
-  notes = (*traced.notes, *step.notes, *cut.notes)
+  last_yield = notes_on_last_yield(traced.jaxpr, num_stages)
+  notes = (*traced.notes, *last_yield, *step.notes, *cut.notes)
   return CompiledStep(program, traced.out_tree, notes)
 
 

@@ -7,7 +7,7 @@ of a carry, so that what follows need not know about microbatches, carries or ph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import enum
 
@@ -90,7 +90,8 @@ def work_lists(
   Args:
     step: the compiled step. If none of its tasks is a backward one (evaluation, for example), the
       schedule's forward tasks alone are used.
-    schedule: the schedule, for as many stages and actors as the step is cut for.
+    schedule: the schedule, for as many stages and actors as the step is cut for. Stages that it
+      splits (I, W) must be split in the step; where they are, its B tasks run I and then W.
     costs: see `schedules.simulate`.
 
   Returns:
@@ -108,7 +109,7 @@ def work_lists(
   result = []
   for actor, tasks in enumerate(lists):
     works = [_outer_work(program, step_key) for program in step.prologue if program.actor == actor]
-    for task in tasks:
+    for task in _expanded(tasks, step):
       program = step.tasks.get((task.stage, task.phase.value))
       if program is None:
         continue
@@ -121,6 +122,20 @@ def work_lists(
     works += [_outer_work(program, step_key) for program in step.epilogue if program.actor == actor]
     result.append(tuple(works))
   return tuple(result)
+
+
+def _expanded(tasks: Sequence[Task], step: StepProgram) -> Iterator[Task]:
+  """The tasks, with I and then W in place of B where the step has programs for these.
+
+  A schedule may split a stage's backward for some microbatches only, but its programs are the same
+  for all of them.
+  """
+  for task in tasks:
+    if task.phase is Phase.B and (task.stage, Phase.B.value) not in step.tasks:
+      yield dataclasses.replace(task, phase=Phase.I)
+      yield dataclasses.replace(task, phase=Phase.W)
+    else:
+      yield task
 
 
 def _outer_work(program: OuterProgram, step_key: Callable[[ValueId], Key]) -> Work:
@@ -188,12 +203,10 @@ def _scheduled(step: StepProgram, schedule: Schedule) -> tuple[tuple[Task, ...],
     )
   phases = phases_of_stages(lists, step.num_stages)
   for stage, letter in sorted(step.tasks):
-    if Phase(letter) not in phases[stage]:
+    if Phase(letter) is Phase.B and phases[stage] & {Phase.I, Phase.W}:
       raise errors.PlanError(
-          f'The step has a program {stage}{letter}, but {name} runs only '
-          f'{", ".join(sorted(phase.value for phase in phases[stage]))} for stage {stage}. '
-          'The compiler makes whole backward passes (B); it does not split them into I and W. '
-          f'Use a schedule with {letter}.'
+          f'{name} splits the backward pass of stage {stage} into I and W, but the step was'
+          ' compiled with a whole one (B). Compile it with this schedule.'
       )
   if forward_only:
     lists = tuple(tuple(t for t in tasks if t.phase is Phase.F) for tasks in lists)

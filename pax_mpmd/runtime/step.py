@@ -23,8 +23,9 @@ from pax_mpmd.plan.instructions import Plan
 from pax_mpmd.runtime.arrays import MpmdArray
 from pax_mpmd.runtime.base import Runtime
 from pax_mpmd.runtime.buffers import Buffer
+from pax_mpmd.schedules import Phase
 from pax_mpmd.schedules import Schedule
-from pax_mpmd.schedules import validate
+from pax_mpmd.schedules.validate import checked_tasks
 
 __all__ = ['MpmdFunction', 'PlannedStep', 'mpmd_jit']
 
@@ -154,7 +155,8 @@ class MpmdFunction:
     self._on_progress('planning', 0, 1)
     # First, so that a broken schedule isn't reported as a step that doesn't fit it. A step without
     # a gradient needs no backward tasks; the planner finds out where they are missing.
-    validate(self._schedule, num_microbatches_of(traced), need_backward=False)
+    lists = checked_tasks(self._schedule, num_microbatches_of(traced), need_backward=False)
+    split_stages = {task.stage for tasks in lists for task in tasks if task.phase is Phase.W}
     names = [
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
@@ -167,6 +169,7 @@ class MpmdFunction:
         in_names=names,
         donated=donated,
         next_value_of=_next_values(args, traced),
+        split_stages=split_stages,
     )
     plan = planning.lower(compiled.program, self._schedule)
     planning.verify(plan)

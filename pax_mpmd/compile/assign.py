@@ -1,0 +1,230 @@
+"""Which task each equation of the loop's body runs in.
+
+In: a body, its segments (segments.py), and the stages whose backward pass is split. Out: an
+`Assignment`: the equations, some of them taken apart (backward_split.py), each with its slot.
+Holds: an equation's operands are made in its own slot or an earlier one; what another stage reads
+of a split stage's backward pass is made in I.
+
+Slots number the tasks of one microbatch in the order in which they can run, two to a segment:
+
+  slot:   0    2   ...  2S-2    2S        2S+1     ...  4S-2    4S-1
+  task:  F_0  F_1  ...  F_S-1  B|I_S-1    W_S-1    ...  B|I_0   W_0
+
+Where an equation goes:
+  * loop-invariant (it depends on no microbatch): no slot; it runs in front of the loop;
+  * derived from the microbatch's inputs alone, and light: no slot; each task that uses it repeats
+    it, so that masks and positions are never sent nor kept;
+  * what the next stages or the stacked results need: the stage's forward task, as early as its
+    operands allow;
+  * what only the backward pass needs: the stage's backward task. Is that split, then I gets what
+    other stages depend on, and W the rest: also when that is everything, as in a first stage whose
+    input has no gradient;
+  * the rest: the first task in which all operands exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from pax_mpmd.compile import jax_compat as jc
+from pax_mpmd.compile.backward_split import split
+from pax_mpmd.compile.primitives import HEAVY
+from pax_mpmd.compile.segments import FREE
+from pax_mpmd.compile.segments import Segments
+
+# A constant up to this size may be an operand of a repeated equation, whatever the result's size.
+SMALL_BYTES = 4096
+
+
+def nbytes(aval: Any) -> int:
+  """The memory of a value."""
+  stored = jc.physical_aval(aval)
+  return math.prod(stored.shape) * np.dtype(stored.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+  """The equations of a loop's body with their slots.
+
+  Attributes:
+    num_stages: S.
+    split_stages: the stages that have I and W in place of B.
+    eqns: the equations. What was taken apart stands as two equations.
+    slots: per equation its slot; None for marks and for what runs outside the loop or repeatedly.
+    alias: a mark's result -> the value that it marks.
+  """
+
+  num_stages: int
+  split_stages: frozenset[int]
+  eqns: tuple[Any, ...]
+  slots: tuple[int | None, ...]
+  alias: dict[Any, Any]
+
+  def stage(self, slot: int) -> int:
+    """The stage that a slot belongs to."""
+    segment = slot // 2
+    return segment if segment < self.num_stages else 2 * self.num_stages - 1 - segment
+
+  def phase(self, slot: int) -> str:
+    """The letter of the slot's phase."""
+    if slot < 2 * self.num_stages:
+      return 'F'
+    if self.stage(slot) not in self.split_stages:
+      return 'B'
+    return 'W' if slot % 2 else 'I'
+
+  def resolve(self, atom: Any) -> Any:
+    """The atom that `atom` stands for."""
+    return atom if isinstance(atom, jc.Literal) else self.alias.get(atom, atom)
+
+
+def assign(
+    body: Any,
+    segments: Segments,
+    invariant: set[Any],
+    num_consts: int,
+    num_summed: int,
+    split_stages: Collection[int],
+) -> Assignment:
+  """Gives every equation of `body` its slot. See the module's docstring.
+
+  Args:
+    body: the jaxpr of one microbatch.
+    segments: its segments.
+    invariant: its loop-invariant variables.
+    num_consts: how many of its arguments are the same for every microbatch.
+    num_summed: how many of its results are summed.
+    split_stages: stages whose backward pass is split into I and W.
+  """
+  alias = _aliases(body, segments)
+  light = _light(body, segments, alias, invariant, num_consts)
+  needed = _needed_forward(body, segments, alias, num_summed)
+  eqns: list[Any] = []
+  slots: list[int | None] = []
+  end = 4 * segments.num_stages  # of the microbatch: its results are read there
+  uses: dict[Any, set[int]] = {}
+
+  def use(atom: Any, slot: int) -> None:
+    if not isinstance(atom, jc.Literal):
+      uses.setdefault(alias.get(atom, atom), set()).add(slot)
+
+  def put(eqn: Any, slot: int) -> None:
+    eqns.append(eqn)
+    slots.append(slot)
+    for x in eqn.invars:
+      use(x, slot)
+
+  for v in body.outvars:
+    use(v, end)
+  for i in reversed(range(len(body.eqns))):
+    eqn = body.eqns[i]
+    if i in segments.marks:
+      direction, boundary = segments.marks[i]
+      last = 2 * segments.num_stages - 2 - boundary if direction == 'backward' else boundary
+      for x in eqn.invars:
+        use(x, 2 * last)  # it must exist when the stage before the mark ends
+    if i in segments.marks or eqn.outvars[0] in invariant or eqn.outvars[0] in light:
+      eqns.append(eqn)
+      slots.append(None)
+      continue
+    used = [uses.get(v, set()) for v in eqn.outvars]
+    segment = _segment(eqn, segments, any(v in needed for v in eqn.outvars), used)
+    if segment < segments.num_stages or segments.stage(segment) not in split_stages:
+      put(eqn, 2 * segment)
+      continue
+    in_w = 2 * segment + 1
+    early = [bool(u - {in_w, end}) for u in used]
+    parts = None
+    if any(early) and not all(e or not u for e, u in zip(early, used)):
+      parts = split(eqn, early)
+    if parts is None:
+      put(eqn, 2 * segment if any(early) else in_w)
+    else:
+      put(parts[1], in_w)
+      put(parts[0], 2 * segment)
+  return Assignment(
+      num_stages=segments.num_stages,
+      split_stages=frozenset(split_stages),
+      eqns=tuple(reversed(eqns)),
+      slots=tuple(reversed(slots)),
+      alias=alias,
+  )
+
+
+def _segment(eqn: Any, segments: Segments, needed_forward: bool, used: list[set[int]]) -> int:
+  """The segment of an equation whose results are used in the slots `used`."""
+  num_stages = segments.num_stages
+  last = 2 * num_stages - 1 if segments.has_backward else num_stages - 1
+  first_use = min([last, *(slot // 2 for slots in used for slot in slots)])
+  earliest = max((segments.of(x) for x in eqn.invars), default=FREE)
+  if needed_forward or not segments.has_backward:
+    return earliest if earliest != FREE else min(first_use, num_stages - 1)
+  if earliest == FREE:
+    return first_use
+  if earliest < num_stages and first_use >= segments.backward(earliest):
+    return segments.backward(earliest)
+  return earliest
+
+
+def _aliases(body: Any, segments: Segments) -> dict[Any, Any]:
+  """Marks are identities: each of their results stands for its operand."""
+  alias: dict[Any, Any] = {}
+  for i in sorted(segments.marks):
+    eqn = body.eqns[i]
+    for v, x in zip(eqn.outvars, eqn.invars):
+      alias[v] = x if isinstance(x, jc.Literal) else alias.get(x, x)
+  return alias
+
+
+def _light(
+    body: Any, segments: Segments, alias: dict[Any, Any], invariant: set[Any], num_consts: int
+) -> set[Any]:
+  """Variables to be recomputed, from the microbatch's inputs, wherever they are used."""
+  light = set(body.invars[num_consts:])
+  for i, eqn in enumerate(body.eqns):
+    if eqn.outvars[0] in invariant or eqn.effects or i in segments.marks:
+      continue
+    if eqn.primitive.name in HEAVY:
+      continue
+    budget = max(sum(nbytes(v.aval) for v in eqn.outvars), SMALL_BYTES)
+    fits = True
+    for x in eqn.invars:
+      if isinstance(x, jc.Literal):
+        continue
+      x = alias.get(x, x)
+      if not isinstance(x, jc.Literal) and x not in light:
+        fits &= x in invariant and nbytes(x.aval) <= budget
+    if fits and all(segments.of(x) < segments.num_stages for x in eqn.invars):
+      light.update(eqn.outvars)
+  return light
+
+
+def _needed_forward(
+    body: Any, segments: Segments, alias: dict[Any, Any], num_summed: int
+) -> set[Any]:
+  """Variables that the forward marks and the stacked results depend on."""
+  needed: set[Any] = set()
+
+  def need(atom: Any) -> None:
+    if not isinstance(atom, jc.Literal):
+      atom = alias.get(atom, atom)
+    if not isinstance(atom, jc.Literal) and segments.of(atom) < segments.num_stages:
+      needed.add(atom)
+
+  for v in body.outvars[num_summed:]:
+    need(v)
+  for i in reversed(range(len(body.eqns))):
+    eqn = body.eqns[i]
+    if i in segments.marks:
+      if segments.marks[i][0] != 'backward':
+        for x in eqn.invars:
+          need(x)
+    elif any(v in needed for v in eqn.outvars):
+      for x in eqn.invars:
+        need(x)
+  return needed
