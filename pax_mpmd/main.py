@@ -4,9 +4,9 @@
   python -m pax_mpmd.main --exp=NAME --job_log_dir=DIR --mpmd    the same experiment through MPMD
 
 With --mpmd:
-  --mpmd_schedule=NAME    gpipe, 1f1b, interleaved_1f1b, or a table: path/to/schedule.csv.
-                          Default: the experiment's SCHEDULE, else 1f1b (interleaved_1f1b where
-                          each actor owns several stages).
+  --mpmd_schedule=NAME    gpipe, 1f1b, eager_1f1b, interleaved_1f1b, bfs, zb_h1, zb_v, dualpipe_v,
+                          or a table: path/to/schedule.csv. Default: the experiment's SCHEDULE,
+                          else 1f1b (interleaved_1f1b where each actor owns several stages).
   --mpmd_num_actors=N     number of actors. Default: NUM_STAGES.
   --mpmd_runtime=ray      ray (a process for each actor) or local (threads of this process).
   --mpmd_dry_run          trace, plan and verify the train step, print it, and start nothing.

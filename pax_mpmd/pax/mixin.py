@@ -29,7 +29,7 @@ class MpmdPipelineMixin(base_experiment.BaseExperiment):
   The experiment then trains under `python -m paxml.main` and `python -m pax_mpmd.main` alike.
 
   Attributes:
-    SCHEDULE: a short name ('gpipe', '1f1b', 'interleaved_1f1b'), the path of a .csv table, a
+    SCHEDULE: a short name (a key of `pax_mpmd.schedules.NAMES`), the path of a .csv table, a
       `pax_mpmd.schedules.Schedule` or a Fiddle config of one; `num_stages` and `num_actors` may be
       left out of it. None: 1F1B, interleaved where actors own several stages.
     NUM_ACTORS: number of actors; None: one for each pipeline rank (NUM_STAGES).

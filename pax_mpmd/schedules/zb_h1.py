@@ -21,10 +21,11 @@ class ZeroBubbleH1(Schedule):
   fill its bubble at the end of the step. Where an actor owns several (contiguous) stages they act
   as one larger stage. Any number of microbatches works.
 
-  For M >= P the bubble on every actor takes (P-1) (F + I - W) (as long as W <= F + I), against
-  (P-1) (F + I + W) in 1F1B; in unit time that is a fraction of (P-1) / (3M + P-1). With M < P
-  microbatches a step takes P-M units more (v (P-M) with v stages on each actor). Peak of live
-  activations on every actor: v min(M, P), that of the first actor in 1F1B.
+  For M >= P the bubble takes (P-1) (F + I - W), as the paper has it, against (P-1) (F + I + W) in
+  1F1B; this is for W <= min(F, I), in general (P-1) max(F, I, F + I - W). In unit time that is a
+  fraction of (P-1) / (3M + P-1). With M < P microbatches a step takes P-M units more (v (P-M) with
+  v stages on each actor). Peak of live activations on every actor: v min(M, P), that of the first
+  actor in 1F1B.
   """
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
