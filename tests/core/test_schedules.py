@@ -12,6 +12,7 @@ import pax_mpmd as mpmd
 from pax_mpmd import plan as planning
 from pax_mpmd import schedules
 from pax_mpmd.schedules import Phase
+from pax_mpmd.schedules import Task
 from tests import oracle
 from tests.core import toy
 from tests.schedules.random_schedules import ascending
@@ -40,16 +41,28 @@ def expected():
 
 
 @functools.cache
-def program(placement):
-  """The compiled step for a placement; it depends on nothing else of a schedule."""
+def program(placement, is_split):
+  """The compiled step; of a schedule it depends only on the placement and on what is split."""
   class Some(schedules.GPipe):
     def placement(self):
       return placement
+
+    def tasks(self, num_microbatches):
+      lists = super().tasks(num_microbatches)
+      if not is_split:
+        return lists
+      return [
+          [Task(t.stage, p, t.microbatch) for t in tasks for p in _SPLIT.get(t.phase, (t.phase,))]
+          for tasks in lists
+      ]
 
   fn = mpmd.mpmd_jit(
       STEP, schedule=Some(num_stages=STAGES, num_actors=ACTORS), runtime=mpmd.LocalRuntime()
   )
   return fn.plan(PARAMS, BATCH)
+
+
+_SPLIT = {Phase.B: (Phase.I, Phase.W)}
 
 
 class Runner:
@@ -62,7 +75,8 @@ class Runner:
     self.runtime.start(ACTORS)
 
   def __call__(self, schedule):
-    planned = program(tuple(schedule.placement()))
+    present = {task.phase for tasks in schedule.tasks(MICROBATCHES) for task in tasks}
+    planned = program(tuple(schedule.placement()), Phase.W in present)
     plan = planning.lower(planned.program, schedule)
     planning.verify(plan)
     handle = self.runtime.load(plan)
@@ -114,6 +128,20 @@ def test_hundred_random_schedules(runner):
     schedule = ascending(schedule, MICROBATCHES)
     assert _accumulates_in_order(schedule)
     oracle.assert_trees_equal(runner(schedule), exact, what=f'seed {seed}, in order ')
+
+
+@pytest.mark.timeout(120)
+def test_random_schedules_that_split_the_backward(runner):
+  """The same with I and W in place of B: for all, or for some microbatches of some stages."""
+  exact = None
+  for seed in range(30):
+    schedule = random_schedule(seed, STAGES, ACTORS, MICROBATCHES, 'each')
+    oracle.assert_trees_close(runner(schedule), expected(), what=f'seed {seed} ')
+    schedule = random_schedule(seed, STAGES, ACTORS, MICROBATCHES, 'FIW')
+    got = runner(ascending(schedule, MICROBATCHES))
+    oracle.assert_trees_close(got, expected(), what=f'seed {seed}, all split ')
+    exact = exact or got
+    oracle.assert_trees_equal(got, exact, what=f'seed {seed}, in order ')
 
 
 @pytest.mark.parametrize('capacity', [None, 0, 1])

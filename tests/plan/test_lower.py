@@ -26,7 +26,7 @@ from pax_mpmd.schedules import InterleavedOneFOneB
 from pax_mpmd.schedules import OneFOneB
 from pax_mpmd.schedules import Phase
 from pax_mpmd.schedules import Schedule
-from pax_mpmd.schedules import Task
+from pax_mpmd.schedules.graph import phases_of_stages
 from tests.plan.evaluate import evaluate_plan
 from tests.plan.synthetic import evaluate_step
 from tests.plan.synthetic import synthetic_step
@@ -35,11 +35,8 @@ from tests.schedules.random_schedules import random_schedule
 
 def phases_of(schedule: Schedule, num_microbatches: int) -> list[str]:
   """For each stage 'FB', 'FIW' or 'F', as `synthetic_step` takes them."""
-  tasks = [task for tasks in schedule.tasks(num_microbatches) for task in tasks]
-  return [
-      ''.join(p for p in 'FBIW' if Task(s, Phase(p), 0) in tasks)
-      for s in range(schedule.num_stages)
-  ]
+  found = phases_of_stages(schedule.tasks(num_microbatches), schedule.num_stages)
+  return ['FIW' if Phase.I in p else 'FB' if Phase.B in p else 'F' for p in found]
 
 
 def check(schedule: Schedule, num_microbatches: int):
@@ -85,7 +82,7 @@ def test_same_result_as_the_definition(schedule, m):
     assert [label for label in labels if label[0].isdigit()] == list(map(str, tasks))
 
 
-@pytest.mark.parametrize('phases', ['FB', 'FIW', 'mixed'])
+@pytest.mark.parametrize('phases', ['FB', 'FIW', 'mixed', 'each'])
 def test_100_random_schedules(phases):
   """100 random valid schedules over 3 actors, 3 stages, 4 microbatches: none hangs, all equal."""
   for seed in range(100):
@@ -95,7 +92,7 @@ def test_100_random_schedules(phases):
 def test_random_schedules_with_several_stages_per_actor():
   """Random orders and placements of 6 stages on 3 actors give the step's results."""
   for seed in range(30):
-    check(random_schedule(seed, 6, 3, 3, 'mixed'), 3)
+    check(random_schedule(seed, 6, 3, 3, 'each'), 3)
 
 
 def test_opposite_sends_between_actors_that_are_not_neighbours():
@@ -264,7 +261,7 @@ def test_plans_pickle():
         (GPipe(4), ['num_stages=4', 'num_stages=3']),
         (GPipe(3, 2), ['num_actors=2', 'num_actors=3']),
         (FromTable('1F0 1B0\n0F0 0B0\n2F0 2B0\n'), ['(1, 0, 2)', '(0, 1, 2)']),
-        (FromTable('0F0 0B0\n1F0 1I0 1W0\n2F0 2B0\n'), ['program 1B', 'F, I, W', 'stage 1']),
+        (FromTable('0F0 0B0\n1F0 1I0 1W0\n2F0 2B0\n'), ['splits', 'stage 1', '(B)']),
     ],
 )
 def test_a_schedule_the_step_was_not_compiled_for(schedule, words):
@@ -276,11 +273,16 @@ def test_a_schedule_the_step_was_not_compiled_for(schedule, words):
     assert word in str(e.value)
 
 
-def test_split_programs_need_a_split_schedule():
-  """A step compiled for I and W can't run under a schedule with B."""
-  step = synthetic_step((0, 1), 1, ['FIW', 'FIW']).step
-  with pytest.raises(errors.PlanError, match='program 0I'):
-    lower(step, GPipe(2))
+def test_split_programs_under_whole_tasks():
+  """Where a stage's programs are split, a B task runs I and then W."""
+  schedule = FromTable('0F0 0F1 0B0 0I1 0W1\n1F0 1I0 1F1 1B1 1W0\n')
+  plan = check(schedule, 2)
+  tasks = [label for label in runs(plan, 1) if label[0].isdigit()]
+  assert tasks == ['1F0', '1I0', '1F1', '1I1', '1W1', '1W0']
+  synthetic = synthetic_step((0, 1), 2, ['FIW', 'FIW'])
+  plan = lower(synthetic.step, GPipe(2))
+  verify(plan)
+  assert evaluate_plan(plan, synthetic.functions, synthetic.inputs, 0) == evaluate_step(synthetic)
 
 
 def test_an_invalid_schedule_is_refused_first():
