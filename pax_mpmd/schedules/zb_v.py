@@ -33,7 +33,8 @@ class ZeroBubbleV(VShaped):
   last a step takes 6M + P-1, the least there is: a bubble fraction of (P-1) / (6M + P-1). The
   step takes as long for 2M >= 3P-1 already, and 4M + 4P-2 with fewer microbatches. Peak of live
   activations on actor p: min(2M, M+p+1, 2P). These are of half the size of 1F1B's with one stage
-  on each of P actors, so that 2P are what 1F1B's first actor holds.
+  on each of P actors, so that 2P are what 1F1B's first actor holds. The order is made for times
+  near F = I = W; the papers also search for one that suits measured times, which this doesn't.
   """
 
   def tasks(self, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
