@@ -34,7 +34,7 @@ _CALLS = {
 _IDENTITIES = frozenset({'sharding_constraint', 'name'})
 _MARKS = frozenset({'pipeline_yield', 'accumulate_grads'})
 _CALLBACKS = frozenset({'pure_callback', 'io_callback', 'outside_call', 'infeed', 'outfeed'})
-_NAMES = {'remat2': 'checkpoint', 'remat': 'checkpoint'}  # primitive -> what users call it
+_CHECKPOINTS = frozenset({'checkpoint', 'remat', 'remat2'})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,9 +200,8 @@ class _Inliner:
       if name in _IDENTITIES:
         env.update(zip(eqn.outvars, invars))
         continue
-      if name in _CALLS:
-        inner = eqn.params[_CALLS[name]]
-        closed = inner if hasattr(inner, 'consts') else jc.ClosedJaxpr(inner, ())
+      closed = _called(eqn)
+      if closed is not None:
         outs = self.into(eqns, closed.jaxpr, self._const_vars(closed), invars, eqn)
         env.update(zip(eqn.outvars, outs))
         continue
@@ -226,16 +225,18 @@ class _Inliner:
               ' Take the gradient inside: accumulate_grads(lambda mb: (jax.grad(loss)(params, mb),'
               ' ()), batch) sums the gradients of the microbatches.'
           )
-        around = _NAMES.get(self.inside.primitive.name, self.inside.primitive.name)
+        around = self.inside.primitive.name
+        around = 'checkpoint' if around in _CHECKPOINTS else around
         raise PartitionError(
             f'{name} is called inside {around}, at {jc.source_of(eqn)}'
             f' ({around} at {jc.source_of(self.inside)}). The step is cut at'
             ' its marks, so they must stand outside of loops, branches and checkpoints: apply'
             ' those to the single stages.'
         )
-      params = {k: self._param(eqn, v) for k, v in eqn.params.items()}
       if name == 'accumulate_grads':
-        params, invars = _hoist_loop_consts(params, invars)
+        params, invars = self._loop(eqn, invars)
+      else:
+        params = {k: self._inlined(eqn, v) for k, v in eqn.params.items()}
       outvars = []
       for v in eqn.outvars:
         fresh = v if jc.is_drop(v) else jc.new_var(v.aval)
@@ -250,18 +251,26 @@ class _Inliner:
       eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, effects=effects))
     return [read(v) for v in jaxpr.outvars]
 
-  def _param(self, eqn: Any, value: Any) -> Any:
-    """A parameter of `eqn` with the jaxprs inside it inlined."""
+  def _loop(self, eqn: Any, invars: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The loop's parameters, its body inlined, and its operands.
+
+    Constants that the body held become operands, in front of the others.
+    """
+    inner = _Inliner(None, self.notes)
+    body = inner.closed(eqn.params['jaxpr'])
+    body = jc.new_jaxpr((), [*inner.constvars, *body.invars], body.outvars, body.eqns)
+    consts = self._known_consts(inner.constvars, inner.consts)
+    num_consts = eqn.params['num_consts'] + len(consts)
+    params = dict(eqn.params, jaxpr=jc.ClosedJaxpr(body, ()), num_consts=num_consts)
+    return params, [*consts, *invars]
+
+  def _inlined(self, eqn: Any, value: Any) -> Any:
+    """A parameter of `eqn`; where it is a jaxpr, or holds some, with the calls inside inlined."""
     if type(value) in (tuple, list):  # not a named tuple
-      return type(value)(self._param(eqn, v) for v in value)
-    is_loop = eqn.primitive.name == 'accumulate_grads'
+      return type(value)(self._inlined(eqn, v) for v in value)
     if isinstance(value, jc.ClosedJaxpr):
-      inner = _Inliner(None if is_loop else eqn, self.notes)
+      inner = _Inliner(eqn, self.notes)
       jaxpr = inner.closed(value)
-      if is_loop:
-        # Constants go in front; _hoist_loop_consts makes operands of them.
-        jaxpr = jc.new_jaxpr((), [*inner.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
-        return _WithConsts(jaxpr, tuple(self._known_consts(inner.constvars, inner.consts)))
       jaxpr = jc.new_jaxpr(inner.constvars, jaxpr.invars, jaxpr.outvars, jaxpr.eqns)
       return jc.ClosedJaxpr(jaxpr, inner.consts)
     if isinstance(value, jc.Jaxpr) and not value.constvars:
@@ -272,17 +281,13 @@ class _Inliner:
     return value
 
 
-@dataclasses.dataclass(frozen=True)
-class _WithConsts:
-  """A loop body whose first arguments are the given outer constants."""
-
-  jaxpr: Any
-  consts: tuple[Any, ...]
-
-
-def _hoist_loop_consts(params: dict[str, Any], invars: list[Any]) -> tuple[dict, list[Any]]:
-  body = params['jaxpr']
-  params = dict(params)
-  params['jaxpr'] = jc.ClosedJaxpr(body.jaxpr, ())
-  params['num_consts'] = params['num_consts'] + len(body.consts)
-  return params, [*body.consts, *invars]
+def _called(eqn: Any) -> Any | None:
+  """The ClosedJaxpr that may stand in the equation's place, if there is one."""
+  name = eqn.primitive.name
+  if name in _CHECKPOINTS and not eqn.params['differentiated']:
+    inner = eqn.params['jaxpr']  # nothing is recomputed: a plain call
+  elif name in _CALLS:
+    inner = eqn.params[_CALLS[name]]
+  else:
+    return None
+  return inner if hasattr(inner, 'consts') else jc.ClosedJaxpr(inner, ())

@@ -302,6 +302,34 @@ def leaves_of_different_actors_mixed(ws, batch):
   return [w - 0.1 * g + 0.01 * (mean - w) for w, g in zip(ws, mixed)], losses
 
 
+@step(toy.weights())
+def loss_beside_its_gradient(ws, batch):
+  """The loss is called twice in the code, and computed once."""
+  return mpmd.accumulate_grads(lambda mb: (jax.grad(loss_of)(ws, mb), loss_of(ws, mb)), batch)
+
+
+@step(toy.weights())
+def loss_of_jitted_stages_before_its_gradient(ws, batch):
+  """The same, in the other order, with checkpoints in one jitted stage function."""
+
+  @jax.jit
+  def stage(w, x):
+    return mpmd.pipeline_yield(jax.checkpoint(dense)(w, x))
+
+  def loss(ws, mb):
+    x = mb['x']
+    for w in ws:
+      x = stage(w, x)
+    return mse(x, mb['y']), x.mean()
+
+  def fn(mb):
+    value, mean = loss(ws, mb)
+    grads = jax.grad(lambda ws: loss(ws, mb)[0])(ws)
+    return grads, (value, mean)
+
+  return mpmd.accumulate_grads(fn, batch)
+
+
 def optax_case(name: str, tx: Any, params: Any = None) -> None:
   """Registers a step with an optax optimizer on weights of their own."""
 
