@@ -107,6 +107,15 @@ class MpmdArray:
           ' memory up. Read it before the step, or take the result of the step in its place.'
       )
 
+  def __copy__(self) -> MpmdArray:
+    return self
+
+  def __reduce_ex__(self, protocol: Any) -> Any:
+    raise MpmdError(
+        f'{self!r} lies on actors, so it can\'t be pickled, nor copied by copy.deepcopy. Fetch it'
+        ' first: numpy.asarray(array), or pax_mpmd.device_get(tree) for a whole tree.'
+    )
+
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
     device_get([self])
     host = self._host

@@ -181,6 +181,12 @@ class MpmdFunction:
     return planned
 
   def _donated(self, args: Sequence[Any], kwargs: Any) -> list[bool]:
+    if any(i >= len(args) for i in self._donate):
+      raise ConfigError(
+          f'mpmd_jit: donate_argnums={self._donate} names positions that a call with {len(args)}'
+          ' positional arguments doesn\'t have; positions are counted from 0, and arguments passed'
+          ' by keyword can\'t be donated.'
+      )
     flags = []
     for i, arg in enumerate(args):
       flags += [i in self._donate] * len(jax.tree_util.tree_leaves(arg))
@@ -215,6 +221,12 @@ def _described(value: Any) -> str:
 
 def _problem(array: Any) -> str:
   """What is wrong with an argument, or nothing."""
+  if isinstance(array, jax.core.Tracer):
+    return (
+        'a traced array: the function is called inside jax.jit, jax.grad, jax.vmap or the like. It'
+        ' runs on other processes or threads and compiles the step by itself, so call it as it is,'
+        ' and put what you would wrap around it into the step.'
+    )
   if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
     return (
         'typed random keys, which can be used within a step but not be passed in or out. Pass'

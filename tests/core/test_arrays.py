@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ from tests import oracle
 from tests.core import toy
 from tests.core.test_loop_values import forward
 from tests.core.test_loop_values import loss
+from tests.messages import assert_readable
 
 SCHEDULE = mpmd.schedules.OneFOneB(num_stages=3)
 
@@ -131,3 +135,31 @@ def test_wrong_number_of_actors(runtime):
   fn = mpmd.mpmd_jit(toy.train_step(loss), schedule=schedule, runtime=runtime)
   with pytest.raises(mpmd.MpmdError, match='2'):
     fn(toy.weights(), toy.batch())
+
+
+def test_arrays_are_fetched_before_they_are_pickled(runtime):
+  """Pickling and deep copies say what to do; a shallow copy is the array itself."""
+  (w, *_), _ = jit(toy.train_step(loss), runtime)(toy.weights(), toy.batch())
+  for dump in (pickle.dumps, copy.deepcopy):
+    with pytest.raises(mpmd.MpmdError, match='device_get') as caught:
+      dump({'w': w})
+    assert_readable(str(caught.value))
+  assert copy.copy(w) is w
+  np.testing.assert_array_equal(pickle.loads(pickle.dumps(mpmd.device_get(w))), np.asarray(w))
+
+
+@pytest.mark.parametrize('transform', [jax.jit, lambda f: jax.grad(lambda *a: f(*a)[1][1])])
+def test_called_inside_a_transformation(transform, runtime):
+  """The step's function isn't traceable, and says so."""
+  fn = jit(toy.train_step(loss), runtime)
+  with pytest.raises(mpmd.ConfigError, match=r'\[0\]\[0\].*jax.jit') as caught:
+    transform(fn)(toy.weights(), toy.batch())
+  assert_readable(str(caught.value))
+
+
+def test_donated_position_that_is_no_argument(runtime):
+  """Positions beyond the arguments, and arguments passed by keyword, aren't ignored."""
+  fn = jit(toy.train_step(loss), runtime, donate_argnums=(0, 2))
+  with pytest.raises(mpmd.ConfigError, match=r'\(0, 2\).*2 positional') as caught:
+    fn(toy.weights(), toy.batch())
+  assert_readable(str(caught.value))
