@@ -11,6 +11,9 @@ import pytest
 import pax_mpmd as mpmd
 from pax_mpmd import schedules
 from tests import oracle
+from tests.core import test_models
+from tests.core import test_shared_weights
+from tests.core import toy
 from tests.core import transformer
 from tests.schedules.random_schedules import ascending
 from tests.schedules.random_schedules import random_schedule
@@ -98,3 +101,23 @@ def test_ray_agrees_with_threads_to_the_last_bit(ray_runtime, name):
       transformer.train_step, schedule=SCHEDULES[name], runtime=ray_runtime, donate_argnums=0
   )
   oracle.assert_trees_equal(train(fn), by_mpmd(name))
+
+
+@pytest.mark.parametrize('name', ['stages_of_different_kind', 'encoder_decoder', 'shared weights'])
+def test_other_steps_agree_on_both_runtimes(ray_runtime, name):
+  """More steps on the same actors: several kinds of stage, several streams, shared weights."""
+  if name == 'shared weights':
+    step = toy.train_step(test_shared_weights.loss)
+    args = test_shared_weights.weights(), toy.batch()
+  else:
+    step, args = test_models.CASES[name].step, test_models.CASES[name].args
+  with mpmd.LocalRuntime(devices=jax.devices()[:1]) as threads:
+    by_threads, by_processes = (
+        oracle.run(
+            mpmd.mpmd_jit(step, schedule=SCHEDULES['1f1b'], runtime=runtime, donate_argnums=0),
+            args,
+            num_calls=2,
+        )
+        for runtime in (threads, ray_runtime)
+    )
+  oracle.assert_trees_equal(by_processes, by_threads)
