@@ -25,6 +25,8 @@ import dataclasses
 from typing import Any
 
 from pax_mpmd.compile import jax_compat as jc
+from pax_mpmd.compile.assign import nbytes
+from pax_mpmd.compile.assign import SMALL_BYTES
 from pax_mpmd.compile.homes import find_homes
 from pax_mpmd.compile.homes import Homes
 from pax_mpmd.compile.homes import Outer
@@ -54,6 +56,7 @@ class PlacedStep:
     carry_initial: per loop result the variable that holds its value before the loop.
     carry_actor: per loop result its actor.
     prologue, epilogue: programs in an order in which each only needs earlier ones.
+    notes: a line for each place that brings large arrays of several actors together.
   """
 
   cut: CutLoop
@@ -63,6 +66,7 @@ class PlacedStep:
   carry_actor: tuple[int, ...]
   prologue: tuple[OuterBody, ...]
   epilogue: tuple[OuterBody, ...]
+  notes: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +107,34 @@ def place(
       carry_actor=tuple(outer.carry_actor),
       prologue=prologue,
       epilogue=epilogue,
+      notes=_gathers(outer, homes, demand),
+  )
+
+
+def _gathers(outer: Outer, homes: Homes, demand: _Demand) -> tuple[str, ...]:
+  """A note for each equation that needs large arrays of other actors, by the user's line.
+
+  The sum of a shared weight's parts is none: it is what the weight's sharing costs.
+  """
+  sums = set(outer.carry_of)  # results of the loop, and sums of such
+  sent: dict[tuple[int, str, str], dict[Any, int]] = {}
+  for i, eqn in enumerate(outer.eqns):
+    operands = [v for v in eqn.invars if isinstance(v, jc.Var)]
+    if eqn.primitive.name == 'add' and sums.issuperset(operands):
+      sums.update(eqn.outvars)
+      continue
+    actor = homes.equations.get(i)
+    if actor is None or (i, actor) not in demand.instances:
+      continue
+    for v in operands:
+      there = homes.values.get(v, actor) == actor or actor in demand.holders.get(v, ())
+      if not there and nbytes(v.aval) > SMALL_BYTES:
+        key = (actor, eqn.primitive.name, jc.source_of(eqn))
+        sent.setdefault(key, {})[v] = nbytes(v.aval)
+  return tuple(
+      f'{name} at {line} mixes what lives on different actors: {sum(values.values())} bytes are'
+      f' sent to actor {actor} for it, once per step'
+      for (actor, name, line), values in sent.items()
   )
 
 

@@ -77,7 +77,7 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
       piece_donated,
   )
   last_yield = notes_on_last_yield(traced.jaxpr, num_stages)
-  notes = (*traced.notes, *last_yield, *step.notes, *cut.notes)
+  notes = (*traced.notes, *last_yield, *step.notes, *cut.notes, *placed.notes)
   return CompiledStep(program, traced.out_tree, notes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -369,3 +370,47 @@ def test_equal_to_jax(name):
   """Two calls of each step, its results compared: losses, norms, parameters, optimizer state."""
   case = CASES[name]
   oracle.check(case.step, *case.args, num_stages=case.num_stages, num_calls=2)
+
+
+def test_small_types_at_boundaries():
+  """Activations and gradients cross in bfloat16 and float8, rounded as the program says.
+
+  The oracle is the step run operation by operation: within one program XLA leaves out the rounding
+  of a value that is converted back at once.
+  """
+
+  def loss(ws, mb):
+    x = mpmd.pipeline_yield(dense(ws[0], mb['x']).astype(jnp.bfloat16)).astype(jnp.float32)
+    x = mpmd.pipeline_yield(dense(ws[1], x).astype(jnp.float8_e4m3fn)).astype(jnp.float32)
+    return mse(dense(ws[2], x), mb['y'])
+
+  step, args = toy.train_step(loss), (toy.weights(), toy.batch(2))
+  with mpmd.LocalRuntime() as runtime:
+    schedule = mpmd.schedules.OneFOneB(num_stages=3)
+    fn = mpmd.mpmd_jit(step, schedule=schedule, runtime=runtime)
+    actual = mpmd.device_get(fn(*args))
+  with jax.disable_jit():
+    desired = step(*args)
+  oracle.assert_trees_close(actual, desired)
+  values = fn.plan(*args).program.values.values()
+  assert {'bfloat16', 'float8_e4m3fn'} <= {v.dtype for v in values}
+
+
+def test_what_is_gathered_is_logged(caplog):
+  """Arrays of different actors in one equation: a log line with the user's line and the bytes."""
+
+  def fn(ws, batch):
+    grads, losses = accumulate(ws, batch)
+    flat = jnp.sort(jnp.concatenate([g.ravel() for g in grads]))
+    return [w - 0.1 * g for w, g in zip(ws, grads)], (losses, flat[-5:])
+
+  ws = [normal(40, 40) for _ in range(3)]
+  batch = {k: _RNG.normal(size=(2, 2, 40)).astype(np.float32) for k in 'xy'}
+  with caplog.at_level(logging.WARNING, logger='pax_mpmd'):
+    oracle.check(fn, ws, batch)
+  (line,) = {record.getMessage() for record in caplog.records}
+  assert 'concatenate at' in line and 'test_models.py' in line and f'{2 * 4 * 1600} bytes' in line
+  caplog.clear()
+  with caplog.at_level(logging.WARNING, logger='pax_mpmd'):
+    oracle.check(toy.train_step(loss_of), ws, batch)
+  assert not caplog.records
