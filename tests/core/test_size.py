@@ -13,6 +13,7 @@ import pytest
 
 import pax_mpmd as mpmd
 from pax_mpmd import plan as planning
+from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.compile import step as compiling
 from pax_mpmd.compile.trace import loop_of
 from pax_mpmd.plan.instructions import Send
@@ -66,9 +67,10 @@ def planned(num_stages, num_actors, num_microbatches, schedule='interleaved_1f1b
 
 
 def equations(num_stages):
-  """Equations outside of the loop, in it, in the tasks and in the outer programs."""
+  """Equations outside of the loop, in it, in the tasks and in the outer programs, and all ever made."""
   with mock.patch.object(compiling, 'export', wraps=compiling.export) as export:
-    planned.__wrapped__(num_stages, 4, 4)
+    with mock.patch.object(jc, 'new_eqn', wraps=jc.new_eqn) as new_eqn:
+      planned.__wrapped__(num_stages, 4, 4)
   jaxpr, placed = export.call_args.args[:2]
   bodies = [*placed.prologue, *placed.epilogue]
   return np.array([
@@ -76,6 +78,7 @@ def equations(num_stages):
       len(loop_of(jaxpr).params['jaxpr'].jaxpr.eqns),
       sum(len(body.jaxpr.eqns) for body in placed.cut.tasks.values()),
       sum(len(body.jaxpr.eqns) for body in bodies),
+      new_eqn.call_count,
   ])
 
 
