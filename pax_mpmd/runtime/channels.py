@@ -6,7 +6,7 @@ comes next, so a message carries its label and sizes only to find our own faults
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from pax_mpmd.compile.program import Aval
@@ -27,10 +27,10 @@ class ChannelClosed(Exception):
 
 
 class Ticket(Protocol):
-  """A message on its way."""
+  """A message asked for."""
 
-  def wait(self) -> object:
-    """Sender: returns once the sent arrays are no longer read. Receiver: returns the arrays.
+  def wait(self) -> list[xla.Array]:
+    """The arrays, once they have come.
 
     Raises:
       ChannelClosed: the other end is gone.
@@ -40,8 +40,20 @@ class Ticket(Protocol):
 class Outgoing(Protocol):
   """The sending end."""
 
-  def send(self, arrays: Sequence[xla.Array], label: str) -> Ticket | None:
-    """Sends device arrays as one message; None if they are no longer read on return."""
+  def send(
+      self, arrays: Sequence[xla.Array], label: str, taken_over: Collection[int] = ()
+  ) -> None:
+    """Sends device arrays as one message.
+
+    It never waits for the receiver to read them, unless the channel is `strict` there: the plan
+    lets a sender go on, and what the receiver does first may need what the sender does next.
+
+    Args:
+      arrays: the arrays.
+      label: who made them.
+      taken_over: positions of arrays whose memory may be written over after the call. They are
+        copied if they can't be written out at once.
+    """
 
   def check(self) -> None:
     """Raises what went wrong in the background, if anything did."""

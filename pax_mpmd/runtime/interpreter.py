@@ -3,8 +3,9 @@
 `prepare` turns an ActorPlan into a flat list of small callables once, when the plan is loaded;
 `PreparedPlan.run` walks it every step. What an instruction has to wait for is known from the
 list alone, so it is worked out in `prepare`: a Recv only posts the receive, and a wait stands in
-front of the first instruction that reads one of its slots; a Run that donates a slot which was
-sent before first waits until the channel no longer reads it.
+front of the first instruction that reads one of its slots. A Send never waits for the receiver
+(unless a channel is made so), also where a later Run takes over the memory that is sent: such an
+array is copied. So nothing waits for more than the plan's own order does.
 """
 
 from __future__ import annotations
@@ -164,15 +165,13 @@ def _run(run: Run, program: CompiledProgram, block: bool) -> Callable[[_Frame], 
   return do
 
 
-def _send(index: int, send: Send, transport: Transport, largest: int, keep: bool):
+def _send(send: Send, transport: Transport, largest: int, taken_over: frozenset[int]):
   channel = transport.outgoing(send.dst, largest)
   read = _getter(send.slots)
   label = send.label
 
   def do(frame: _Frame) -> None:
-    ticket = channel.send(read(frame.slots), label)
-    if keep:
-      frame.tickets[index] = ticket
+    channel.send(read(frame.slots), label, taken_over)
 
   return do
 
@@ -189,15 +188,6 @@ def _wait_recv(index: int, slots: tuple[int, ...]) -> Callable[[_Frame], None]:
   def do(frame: _Frame) -> None:
     for slot, array in zip(slots, frame.tickets.pop(index).wait()):
       frame.slots[slot] = array
-
-  return do
-
-
-def _wait_send(index: int) -> Callable[[_Frame], None]:
-  def do(frame: _Frame) -> None:
-    ticket = frame.tickets.pop(index)
-    if ticket is not None:
-      ticket.wait()
 
   return do
 
@@ -334,7 +324,6 @@ def prepare(
   }
   ops: list[_Op] = []
   recv_of: dict[int, int] = {}  # slot -> index of the Recv it waits for
-  send_of: dict[int, list[int]] = {}  # slot that will be donated -> Sends that may still read it
 
   def wait_for_recv(at: int, recv_index: int) -> None:
     recv = plan.instructions[recv_index]
@@ -348,20 +337,11 @@ def prepare(
       if slot in recv_of:
         wait_for_recv(index, recv_of[slot])
     if isinstance(instruction, Run):
-      for position in executables[instruction.executable].donated:
-        for sent in send_of.pop(instruction.inputs[position], ()):
-          text = f'{instruction_text(plan.instructions[sent])} to be taken'
-          ops.append(_Op(index, _wait_send(sent), text))
-          for others in send_of.values():
-            if sent in others:
-              others.remove(sent)
       program = programs[instruction.executable]
       ops.append(_Op(index, _run(instruction, program, block)))
     elif isinstance(instruction, Send):
-      keep = [slot for slot in instruction.slots if slot in donated_ever]
-      for slot in keep:
-        send_of.setdefault(slot, []).append(index)
-      do = _send(index, instruction, transport, largest[instruction.dst], bool(keep))
+      taken_over = frozenset(i for i, slot in enumerate(instruction.slots) if slot in donated_ever)
+      do = _send(instruction, transport, largest[instruction.dst], taken_over)
       # A Send over a channel without capacity is also a wait, for the peer's Recv.
       ops.append(_Op(index, do, f'actor {instruction.dst} to take {instruction_text(instruction)}'))
     elif isinstance(instruction, Recv):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 import threading
 
 from pax_mpmd.compile.program import Aval
@@ -39,7 +39,10 @@ class LocalChannel:
     self._taken: dict[int, tuple[str, list[xla.Array]]] = {}  # taken for a later ticket
     self._closed = False
 
-  def send(self, arrays: Sequence[xla.Array], label: str) -> None:
+  def send(
+      self, arrays: Sequence[xla.Array], label: str, taken_over: Collection[int] = ()
+  ) -> None:
+    del taken_over
     # Copied here, on the sender's thread: its own copy may be donated by the next instruction.
     message = (label, [xla.copy_to(array, self._device) for array in arrays])
     with self._condition:

@@ -8,7 +8,7 @@ buffer into the ring, one from there into memory of the receiver's own, which it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 import hmac
 import os
 import queue
@@ -62,25 +62,6 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
   return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-class _SendTicket:
-  """Done once the arrays have been copied into the ring."""
-
-  __slots__ = ('_lock', '_channel')
-
-  def __init__(self, channel: ShmOutgoing):
-    self._channel = channel
-    self._lock = threading.Lock()
-    self._lock.acquire()
-
-  def finish(self) -> None:
-    self._lock.release()
-
-  def wait(self) -> None:
-    self._lock.acquire()
-    self._lock.release()
-    self._channel.check()
-
-
 class ShmOutgoing:
   """The sending end. `send` is called by one thread only."""
 
@@ -96,7 +77,9 @@ class ShmOutgoing:
     self._queue: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=self._work, name=f'mpmd-send-{dst}', daemon=True).start()
 
-  def send(self, arrays: Sequence[xla.Array], label: str) -> _SendTicket | None:
+  def send(
+      self, arrays: Sequence[xla.Array], label: str, taken_over: Collection[int] = ()
+  ) -> None:
     self.check()
     # The sender thread is idle while nothing is queued, so the ring is the caller's then.
     if self._inline and self._num_queued == self._num_done:
@@ -104,11 +87,12 @@ class ShmOutgoing:
       if nbytes <= _INLINE_BYTES and self._try_space() >= nbytes + _HEADER.size:
         self._write(arrays, label)
         self.check()
-        return None
-    ticket = _SendTicket(self)
+        return
+    message = [
+        np.array(array) if i in taken_over else array for i, array in enumerate(arrays)
+    ]
     self._num_queued += 1
-    self._queue.put((arrays, label, ticket))
-    return ticket
+    self._queue.put((message, label))
 
   def check(self) -> None:
     if self._error is not None:
@@ -135,14 +119,13 @@ class ShmOutgoing:
       item = self._queue.get()
       if item is None:
         return
-      arrays, label, ticket = item
+      arrays, label = item
       del item
       self._write(arrays, label)
       del arrays  # else they would live until the next message
-      ticket.finish()
       self._num_done += 1
 
-  def _write(self, arrays: Sequence[xla.Array], label: str) -> None:
+  def _write(self, arrays: Sequence[xla.Array | np.ndarray], label: str) -> None:
     if self._error is not None:
       return
     try:
