@@ -31,12 +31,19 @@ OPTIMIZERS = {
     'finite': optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), max_consecutive_errors=3),
     'momentum_by_step': optax.sgd(optax.exponential_decay(0.1, 1, 0.9), momentum=0.9),
     'multi': optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2),
+    'adafactor': optax.adafactor(1e-2, min_dim_size_to_factor=2, eps=1e-3),
+    'raveled': optax.flatten(optax.adam(1e-2, eps=1e-3)),  # all gradients in one vector
+    'noisy': optax.chain(optax.add_noise(0.01, 0.5, seed=3), optax.sgd(0.1)),
+    'centred': optax.chain(optax.centralize(), optax.trace(0.9), optax.scale(-0.1)),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-  """One layer. `weight` is 'own', 'stack' (a row of the stages' stacked weights) or 'shared<k>'."""
+  """One layer. `weight` is 'own', 'stack' (a row of the stages' stacked weights), 'shared<k>', or
+
+  'chunk': the kind is scanned over the stage's rows of one array, of which stages have one or two.
+  """
 
   kind: str
   weight: str = 'own'
@@ -61,6 +68,8 @@ class Model:
     yields: what travels with the activation at each boundary, one of `_EXTRAS`.
     last_yield: whether the last stage is ended by a yield as well.
     head: 'mse', or the shared weight that is the output embedding of a cross-entropy.
+    penalty: the weights whose squares are added to each microbatch's loss: '', 'all' or 'shared'.
+    before: what is done before the loop, one of `_BEFORE`.
     fixed: names of weights that no gradient is taken of.
     metrics: (stage, name, whether it is summed rather than stacked).
     loop: what is done with the gradients within the loop: '', 'norm' (stacked) or 'clip'.
@@ -78,6 +87,8 @@ class Model:
   yields: tuple[str, ...] = ()
   last_yield: bool = False
   head: str = 'mse'
+  penalty: str = ''
+  before: str = ''
   fixed: tuple[str, ...] = ()
   metrics: tuple[tuple[int, str, bool], ...] = ()
   loop: str = ''
@@ -127,6 +138,29 @@ def _use_extra(name: str, x: Any, extra: Any) -> Any:
   return x
 
 
+def _centred(params, batch):
+  x = batch['x']
+  return params, {**batch, 'x': x - jnp.mean(x, (0, 1), keepdims=True), 'was': x[:, :, 0]}
+
+
+def _scaled(params, batch):
+  total = optax.global_norm(params)
+  return jax.tree_util.tree_map(lambda p: p / (1 + 0.1 * total), params), batch
+
+
+def _rounded(params, batch):
+  low = lambda p: p.astype(jnp.bfloat16).astype(jnp.float32)
+  return jax.tree_util.tree_map(low, params), batch
+
+
+# (params, batch) -> those that the loop sees.
+_BEFORE = {
+    '': lambda params, batch: (params, batch),
+    'centred': _centred,
+    'scaled': _scaled,
+    'rounded': _rounded,
+}
+
 _METRICS = {
     'max': jnp.max,
     'count': lambda x: jnp.sum(x > 0),
@@ -143,7 +177,7 @@ def draw(seed: int) -> Model:
 
   num_stages = rng.choice([1, 2, 2, 3, 3, 3, 4, 4, 5, 6])
   num_shared = rng.choice([0, 1, 1, 2, 3])
-  with_stack = chance(0.3)
+  with_stack, with_chunks = chance(0.3), chance(0.2)
 
   def layer(first: bool) -> Layer:
     weight = 'own'
@@ -151,6 +185,8 @@ def draw(seed: int) -> Model:
       weight = f'shared{rng.randrange(num_shared)}'
     elif with_stack and chance(0.7):
       weight = 'stack'
+    elif with_chunks and chance(0.7):
+      weight = 'chunk'
     kind = 'embed' if first and chance(0.4) else rng.choice(list(layers.KINDS))
     use = rng.choice(list(layers.USES)) if chance(0.3) else 'plain'
     wraps = tuple(rng.choices(list(layers.WRAPS), k=rng.choice([0, 0, 0, 1, 1, 2])))
@@ -167,7 +203,7 @@ def draw(seed: int) -> Model:
     if num_stages > 1:
       src, dst = sorted(rng.sample(range(num_stages), 2))
       skips.append((src, dst, chance(0.4)))
-  names = [f'shared{k}' for k in range(num_shared)] + ['stack'] * with_stack
+  names = [*(f'shared{k}' for k in range(num_shared)), 'stack', 'chunk']
   names += [f'own{s}.{i}' for s, stage in enumerate(stages) for i in range(len(stage))]
   optimizer = rng.choice(list(OPTIMIZERS))
   return Model(
@@ -179,6 +215,8 @@ def draw(seed: int) -> Model:
       ),
       last_yield=chance(0.2),
       head=rng.choice(['mse', *(f'shared{k}' for k in range(num_shared))]),
+      penalty=rng.choice(['all', 'shared']) if chance(0.15) else '',
+      before=rng.choice(list(_BEFORE)) if chance(0.3) else '',
       fixed=tuple(name for name in names if chance(0.08)),
       metrics=tuple(
           (rng.randrange(num_stages), rng.choice(list(_METRICS)), chance(0.5))
@@ -207,7 +245,8 @@ def init(model: Model) -> dict[str, Any]:
     for i, layer in enumerate(stage):
       name = _name(layer, s, i)
       if name not in weights:
-        weights[name] = normal(len(model.stages), DIM, DIM) if name == 'stack' else normal(DIM, DIM)
+        rows = {'stack': len(model.stages), 'chunk': _rows(len(model.stages))[0]}
+        weights[name] = normal(rows[name], DIM, DIM) if name in rows else normal(DIM, DIM)
   if model.head != 'mse':
     weights.setdefault(model.head, normal(DIM, DIM))
   weights['bias'] = normal(DIM)
@@ -237,6 +276,24 @@ def batch(model: Model) -> dict[str, np.ndarray]:
   return out
 
 
+def _rows(stage: int) -> tuple[int, int]:
+  """The rows of stage-stacked layers that a stage has: one and two in turn."""
+  return 3 * stage // 2, 3 * (stage + 1) // 2
+
+
+def _layer(layer: Layer, stage: int, w: Any, x: Any, mb: Any) -> Any:
+  use = layers.USES[layer.use]
+  if layer.weight != 'chunk':
+    w = use(w[stage] if layer.weight == 'stack' else w)
+    return layers.apply(layer.kind, layer.wraps, w, x, mb)
+
+  def body(x, w):
+    return layers.apply(layer.kind, layer.wraps, use(w), x, mb), None
+
+  first, last = _rows(stage)
+  return jax.lax.scan(body, x, w[first:last])[0]
+
+
 def _name(layer: Layer, stage: int, index: int) -> str:
   return f'own{stage}.{index}' if layer.weight == 'own' else layer.weight
 
@@ -252,9 +309,7 @@ def loss_fn(model: Model, weights: Any, mb: Any) -> tuple[Any, Any]:
       if dst == s:
         x = x + 0.5 * (carried if through else free)[src]
     for i, layer in enumerate(stage):
-      w = weights[_name(layer, s, i)]
-      w = layers.USES[layer.use](w[s] if layer.weight == 'stack' else w)
-      x = layers.apply(layer.kind, layer.wraps, w, x, mb)
+      x = _layer(layer, s, weights[_name(layer, s, i)], x, mb)
     metrics += [_METRICS[name](x) for at, name, _ in model.metrics if at == s]
     free[s] = x
     if s == len(model.stages) - 1:
@@ -281,7 +336,13 @@ def loss_fn(model: Model, weights: Any, mb: Any) -> tuple[Any, Any]:
     scores = jax.nn.log_softmax(x @ weights[model.head].T)
     each = -jnp.take_along_axis(scores, mb['tokens'][..., None], -1)[..., 0]
     each = each + 0.1 * jnp.mean((x - mb['y']) ** 2, -1)
-  return jnp.sum(each * real), (jnp.sum(real), metrics)
+  if 'was' in mb:
+    each = each * jnp.cos(jnp.mean(mb['was'], -1))[:, None]
+  value = jnp.sum(each * real)
+  for name, w in weights.items():
+    if model.penalty == 'all' or (model.penalty and name.startswith(model.penalty)):
+      value = value + 0.01 * jnp.sum(w * w)
+  return value, (jnp.sum(real), metrics)
 
 
 def make_step(model: Model) -> Any:
@@ -292,19 +353,23 @@ def make_step(model: Model) -> Any:
     return [m for m, (_, _, summed) in zip(metrics, model.metrics) if summed], kept
 
   def forward(state, batch):
+    params, seen = _BEFORE[model.before](state['params'], batch)
+
     def fn(mb):
-      loss, (weight, metrics) = loss_fn(model, {**state['params'], **state['fixed']}, mb)
+      loss, (weight, metrics) = loss_fn(model, {**params, **state['fixed']}, mb)
       summed, stacked = split(metrics)
       return (weight, summed), (loss, stacked)
 
-    return state, mpmd.accumulate_grads(fn, batch)
+    return state, mpmd.accumulate_grads(fn, seen)
 
   def step(state, batch):
+    before, seen = _BEFORE[model.before](state['params'], batch)
+
     def grads_fn(mb):
       def loss(params):
         return loss_fn(model, {**params, **state['fixed']}, mb)
 
-      (value, (weight, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(state['params'])
+      (value, (weight, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(before)
       summed, stacked = split(metrics)
       if model.loop == 'norm':
         stacked = [*stacked, optax.global_norm(grads)]
@@ -314,7 +379,7 @@ def make_step(model: Model) -> Any:
         )
       return (grads, weight, summed), (value, stacked)
 
-    (grads, weight, summed), (losses, stacked) = mpmd.accumulate_grads(grads_fn, batch)
+    (grads, weight, summed), (losses, stacked) = mpmd.accumulate_grads(grads_fn, seen)
     grads = jax.tree_util.tree_map(lambda g: g / (weight + 1), grads)
     updates, opt = OPTIMIZERS[model.optimizer].update(grads, state['opt'], state['params'])
     params = optax.apply_updates(state['params'], updates)
@@ -328,6 +393,7 @@ def make_step(model: Model) -> Any:
         'grads': grads,
         'stacked': stacked,
         'summed': summed,
+        'real': jnp.mean(batch['tokens'] != 0),
     }
     return new, out
 
