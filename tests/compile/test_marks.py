@@ -46,6 +46,9 @@ TRANSFORMATIONS = {
     'checkpoint': lambda f: jax.grad(jax.checkpoint(f)),
     'scan': lambda f: lambda x: jax.lax.scan(lambda c, r: (c + f(r), f(r)), 0.0, x),
     'cond': lambda f: lambda x: jax.lax.cond(x[0, 0] < 0, f, lambda x: f(x) * 2, x),
+    'while': lambda f: lambda x: jax.lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + 0.01 * f(c[1])), (0, x)
+    ),
 }
 
 
@@ -64,6 +67,21 @@ def test_gradient_has_a_yield_each_way():
   assert directions == ['forward', 'backward']
   assert len({e.params['id'] for e in eqns}) == 1
   assert {e.params['name'] for e in eqns} == {'middle'}
+
+
+def test_tangents_run_along_with_the_forward_tasks():
+  """Forward-mode derivatives are cut at the same places: directional derivatives of two stages."""
+  ws, direction = [X.T @ X, X.T @ X * 0.5], [np.ones((3, 3), np.float32)] * 2
+
+  def step(ws, batch):
+    def fn(mb):
+      loss = lambda ws: jnp.sum(mpmd.pipeline_yield(jnp.tanh(mb @ ws[0])) @ ws[1])
+      value, slope = jax.jvp(loss, (ws,), (direction,))
+      return slope, value
+
+    return mpmd.accumulate_grads(fn, batch)
+
+  oracle.check(step, ws, np.stack([X, 2 * X]), schedule=mpmd.schedules.GPipe(2))
 
 
 def test_yield_of_integers_and_nothing():

@@ -174,10 +174,10 @@ def test_opposite_orders_across_stages(capacity):
 
 
 def test_a_cycle_is_refused_and_printed():
-  """Two actors that each wait for the other before they start."""
+  """Two actors that own stages 0 and 2, and 1, and each wait for what the other makes later."""
   rows = [
-      ['0F0', '0F1', '2F1', '2F0', '2B1', '2B0', '0B0', '0B1'],
-      ['1B0', '1F0', '1F1', '1B1'],
+      ['0F0', '2F0', '0F1', '2F1', '2B1', '2B0', '0B0', '0B1'],
+      ['1F1', '1F0', '1B0', '1B1'],
   ]
   lists = [[schedules.Task.parse(text) for text in row] for row in rows]
   fn = mpmd.mpmd_jit(
@@ -186,4 +186,6 @@ def test_a_cycle_is_refused_and_printed():
   with pytest.raises(mpmd.ScheduleError) as caught:
     fn(PARAMS, toy.batch(2))
   text = str(caught.value)
-  assert '1B0 (actor 1) needs' in text and 'wait for each other' in text and '>1B0<' in text
+  assert 'wait for each other' in text and '>2F0<' in text and '>1F1<' in text
+  assert '2F0 (actor 0) needs 1F0, which comes after 1F1 on actor 1' in text
+  assert '1F1 (actor 1) needs 0F1, which comes after 2F0 on actor 0' in text

@@ -9,6 +9,9 @@ import re
 
 import pytest
 
+from pax_mpmd import schedules
+from pax_mpmd.schedules import Phase
+
 PAGE = (Path(__file__).resolve().parents[2] / 'docs' / 'schedules.md').read_text()
 BLOCKS = re.findall(r'^```python\n(.*?)^```\n\n```text\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
 
@@ -26,3 +29,16 @@ def test_block(number):
   with contextlib.redirect_stdout(printed):
     exec(code, {'__name__': 'page'})
   assert printed.getvalue() == expected
+
+
+@pytest.mark.parametrize('name', schedules.NAMES)
+@pytest.mark.parametrize('num_actors', [1, 2, 3])
+def test_named_schedules_add_gradients_in_ascending_order(name, num_actors):
+  """As the plain program does, whatever the number of microbatches."""
+  schedule = schedules.get(name, 2 * num_actors, num_actors)
+  for num_microbatches in (1, 2, 5, 8):
+    for tasks in schedule.tasks(num_microbatches):
+      added = [task for task in tasks if task.phase in (Phase.B, Phase.W)]
+      for stage in {task.stage for task in added}:
+        order = [task.microbatch for task in added if task.stage == stage]
+        assert order == list(range(num_microbatches))
