@@ -17,6 +17,7 @@ from pax_mpmd.errors import ConfigError
 from pax_mpmd.errors import MpmdError
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.local import LocalRuntime
+from tests.messages import assert_readable
 from tests.runtime import plans
 
 
@@ -157,6 +158,7 @@ def test_exception_in_a_task():
   assert '1F0' in first.value.instruction
   assert 'Traceback' in first.value.remote_traceback
   assert 'INVALID_ARGUMENT' in str(first.value)
+  assert_readable(first.value.message)
   with pytest.raises(ActorError) as second:
     runtime.run(handle, [[_array(0)], [_array(1)]])
   assert second.value is first.value
@@ -179,6 +181,7 @@ def test_a_program_that_does_not_compile():
   with pytest.raises(ActorError, match=r'program bad key .* does not compile') as error:
     runtime.load(plans.build(1, write))
   assert error.value.actor == 0
+  assert_readable(error.value.message)
 
 
 def test_identical_programs_compile_once(monkeypatch):
