@@ -62,7 +62,7 @@ def collect_aux_losses() -> Iterator[list[JTensor]]:
     _collector.sums = outer
 
 
-def _fold_rngs(fn: Callable[..., Any], data: int) -> Callable[..., Any]:
+def fold_rngs(fn: Callable[..., Any], data: int) -> Callable[..., Any]:
   """Lifts `fn` so that its scope's random keys have `data` folded in (flax lacks this one)."""
 
   def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
@@ -186,7 +186,7 @@ class MpmdPipelined(pipeline.LayerwiseShardablePipelined):
       return body(values, *args, **kwargs)
 
     fprop = nn.remat(fprop, prevent_cse=False, policy=policy)
-    fprop = nn.transforms.lift_transform(_fold_rngs, fprop, stage)
+    fprop = nn.transforms.lift_transform(fold_rngs, fprop, stage)
     fprop = nn.map_variables(
         fprop,
         mapped_collections=True,
