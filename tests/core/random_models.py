@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 import dataclasses
+import functools
 import time
 import traceback
 from typing import Any
@@ -21,7 +22,6 @@ from jax._src import compiler
 import numpy as np
 
 import pax_mpmd as mpmd
-from pax_mpmd import plan as planning
 from pax_mpmd import schedules
 from tests import oracle
 from tests.core.random_steps import batch
@@ -29,6 +29,7 @@ from tests.core.random_steps import draw
 from tests.core.random_steps import init
 from tests.core.random_steps import make_step
 from tests.core.random_steps import Model
+from tests.core.replan import with_program
 from tests.schedules.random_schedules import ascending
 from tests.schedules.random_schedules import random_schedule
 
@@ -102,32 +103,6 @@ def _fast_compiler() -> Any:
   return mock.patch.object(compiler, 'get_compile_options', fast)
 
 
-class _Many:
-  """Runs one step by several schedules of one placement, its programs compiled once."""
-
-  def __init__(self, model: Model, first: schedules.Schedule):
-    self.runtime = mpmd.LocalRuntime(devices=jax.devices()[:1])
-    self._step = make_step(model)
-    self._donate = (0,) if model.donate else ()
-    self._planned: mpmd.runtime.step.PlannedStep | None = None
-    self.first = self.function(first)
-
-  def function(self, schedule: schedules.Schedule) -> Any:
-    fn = mpmd.mpmd_jit(
-        self._step, schedule=schedule, runtime=self.runtime, donate_argnums=self._donate
-    )
-    if self._planned is None:
-      return fn
-    plan = planning.lower(self._planned.program, schedule)
-    planning.verify(plan)
-    (key,) = self.first._planned
-    fn._planned[key] = dataclasses.replace(self._planned, plan=plan)
-    return fn
-
-  def plan(self, args: Any) -> None:
-    self._planned = self.first.plan(*args)
-
-
 def check(model: Model, phases: str = 'FB') -> None:
   """Two calls by a random schedule agree with `jax.jit`; schedules of one order agree in each bit.
 
@@ -141,21 +116,28 @@ def check(model: Model, phases: str = 'FB') -> None:
   num_stages, num_microbatches = len(model.stages), model.num_microbatches
   wild = random_schedule(model.seed, num_stages, model.num_actors, num_microbatches, phases)
   args = (init(model), batch(model))
-  many = _Many(model, wild)
-  with _fast_compiler(), many.runtime:
-    jitted = jax.jit(make_step(model))
-    many.plan(args)
-    state, out = many.first(*args)
+  step = make_step(model)
+  jitted = jax.jit(step)
+  with _fast_compiler(), mpmd.LocalRuntime(devices=jax.devices()[:1]) as runtime:
+    jit = functools.partial(
+        mpmd.mpmd_jit, step, runtime=runtime, donate_argnums=(0,) if model.donate else ()
+    )
+    first = jit(schedule=wild)
+    planned = first.plan(*args)
+    state, out = first(*args)
     now = mpmd.device_get(state)
     assert_close((now, out), jitted, args, 'call 1: ')
     second = batch(dataclasses.replace(model, seed=model.seed + 1000, poison=False))
-    result = many.first(state, second)
+    result = first(state, second)
     assert_close(result, jitted, (now, second), 'call 2: ')
     if phases == 'each':  # B and I, W add differently
       return
     ordered = ascending(wild, num_microbatches)
     others = _phase_by_phase(ordered, num_microbatches)
-    a, b = (many.function(schedule)(now, second) for schedule in (ordered, others))
+    a, b = (
+        with_program(jit(schedule=schedule), planned, args)(now, second)
+        for schedule in (ordered, others)
+    )
     oracle.assert_trees_equal(a, b, what='ordered: ')
     if wild.tasks(num_microbatches) == ordered.tasks(num_microbatches):
       oracle.assert_trees_equal(a, result, what='again: ')

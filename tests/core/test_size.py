@@ -67,7 +67,7 @@ def planned(num_stages, num_actors, num_microbatches, schedule='interleaved_1f1b
 
 
 def equations(num_stages):
-  """Equations outside of the loop, in it, in the tasks and in the outer programs, and all ever made."""
+  """Equations outside of the loop, in it, in the tasks, in the outer programs; all ever made."""
   with mock.patch.object(compiling, 'export', wraps=compiling.export) as export:
     with mock.patch.object(jc, 'new_eqn', wraps=jc.new_eqn) as new_eqn:
       planned.__wrapped__(num_stages, 4, 4)
