@@ -19,6 +19,8 @@ Where an equation goes:
   * what only the backward pass needs: the stage's backward task. Is that split, then I gets what
     other stages depend on, and W the rest: also when that is everything, as in a first stage whose
     input has no gradient;
+  * what only later stages use, and can make of what they get anyway (keys and values of an
+    encoder's output): the first of these stages;
   * the rest: the first task in which all operands exist.
 """
 
@@ -108,10 +110,25 @@ def assign(
   slots: list[int | None] = []
   end = 4 * segments.num_stages  # of the microbatch: its results are read there
   uses: dict[Any, set[int]] = {}
+  producer = {v: e for e in body.eqns for v in e.outvars}
+  everywhere = invariant | light
 
   def use(atom: Any, slot: int) -> None:
     if not isinstance(atom, jc.Literal):
       uses.setdefault(alias.get(atom, atom), set()).add(slot)
+
+  def bytes_to_make(eqn: Any, slot: int, depth: int = 6) -> int:
+    """How much more than it reads so far `slot` would have to get, to run `eqn` itself."""
+    total = 0
+    for x in eqn.invars:
+      x = x if isinstance(x, jc.Literal) else alias.get(x, x)
+      if isinstance(x, jc.Literal) or x in everywhere or slot in uses.get(x, ()):
+        continue
+      size = nbytes(x.aval)
+      if depth and x in producer:
+        size = min(size, bytes_to_make(producer[x], slot, depth - 1))
+      total += size
+    return total
 
   def put(eqn: Any, slot: int) -> None:
     eqns.append(eqn)
@@ -134,6 +151,12 @@ def assign(
       continue
     used = [uses.get(v, set()) for v in eqn.outvars]
     segment = _segment(eqn, segments, any(v in needed for v in eqn.outvars), used)
+    first_use = min((slot for slots in used for slot in slots), default=end)
+    if segment < segments.num_stages and 2 * segment < first_use < end and first_use % 2 == 0:
+      sent = sum(nbytes(v.aval) for v, slots in zip(eqn.outvars, used) if slots)
+      if bytes_to_make(eqn, first_use) < sent:
+        put(eqn, first_use)
+        continue
     if segment < segments.num_stages or segments.stage(segment) not in split_stages:
       put(eqn, 2 * segment)
       continue

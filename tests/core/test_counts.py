@@ -14,6 +14,7 @@ import pax_mpmd as mpmd
 from pax_mpmd.compile.program import OperandKind
 from pax_mpmd.plan.instructions import Run
 from pax_mpmd.plan.instructions import Send
+from tests.core import test_models
 from tests.core import toy
 from tests.core import transformer
 
@@ -197,3 +198,33 @@ def test_arguments_are_not_copied_to_all():
   )
   embedding = state.params['embedding'].nbytes
   assert whole <= held <= whole + embedding + 64
+
+
+@pytest.mark.parametrize('name', ['encoder_decoder', 'encoder_decoder_outside_the_yields'])
+def test_cross_attention_runs_where_its_weights_belong(name):
+  """Keys and values of the encoder's output are made by each decoder stage, not by the encoder.
+
+  So each stage's weights are on its actor alone, and per microbatch the memory and the streams go
+  forward, their gradients back.
+  """
+  case = test_models.CASES[name]
+  planned = plan(case.step, case.args, 4, 4)
+  params = [leaf for leaf in planned.program.inputs if leaf.name.startswith('[0][0]')]
+  for leaf in params:
+    stage = int(leaf.name.removeprefix('[0][0][')[0])
+    held = {actor for piece in leaf.pieces for actor in piece.actors}
+    assert held <= {stage}, leaf.name
+  memory, stream, scalars = 4 * 2 * 5 * 8, 4 * 2 * 3 * 8, 64
+  through = name == 'encoder_decoder'
+  expected = {
+      (0, 1): memory,
+      (1, 2): memory + (0 if through else stream),
+      (1, 3): memory,
+      (2, 3): stream,
+      (3, 2): stream + memory,
+      (2, 1): memory + (0 if through else stream),
+      (1, 0): memory,
+  }
+  total = {link: sum(map(sum, sizes)) for link, sizes in sends(planned).items()}
+  for link, size in total.items():
+    assert 0 <= size - 4 * expected.get(link, 0) <= scalars, link
