@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.errors import PartitionError
+from pax_mpmd.errors import shown
 
 __all__ = ['accumulate_grads', 'accumulate_grads_p', 'pipeline_yield', 'pipeline_yield_p']
 
@@ -52,10 +53,12 @@ def pipeline_yield(tree: Any, name: str | None = None) -> Any:
   Returns:
     `tree`.
   """
+  if name is not None and not isinstance(name, str):
+    raise PartitionError(f'pipeline_yield: name must be a text, but is {shown(name)}.')
   leaves, treedef = jax.tree_util.tree_flatten(tree)
   if not leaves:
     return tree
-  leaves = [jnp.asarray(x) for x in leaves]
+  leaves = _arrays('pipeline_yield', tree)
   outs = pipeline_yield_p.bind(
       *leaves, id=next(_yield_ids), name=name or '', direction='forward'
   )
@@ -145,8 +148,8 @@ def accumulate_grads(fn: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[
     PartitionError: if the leaves of `batch` don't agree in their leading axis, or `fn` doesn't
       return a pair.
   """
-  leaves, treedef = jax.tree_util.tree_flatten(batch)
-  leaves = [jnp.asarray(x) for x in leaves]
+  treedef = jax.tree_util.tree_structure(batch)
+  leaves = _arrays('accumulate_grads: batch', batch)
   sizes = {x.shape[:1] for x in leaves}
   if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
     raise PartitionError(
@@ -165,10 +168,9 @@ def accumulate_grads(fn: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[
           f' {_kind(out)}. Write `return grads, loss`, or `return grads, ()` if there is'
           ' nothing to stack.'
       )
-    summed, summed_tree = jax.tree_util.tree_flatten(out[0])
-    stacked, stacked_tree = jax.tree_util.tree_flatten(out[1])
-    summed = [jnp.asarray(x) for x in summed]
-    stacked = [jnp.asarray(x) for x in stacked]
+    summed_tree, stacked_tree = map(jax.tree_util.tree_structure, out)
+    summed = _arrays('accumulate_grads: summed', out[0])
+    stacked = _arrays('accumulate_grads: stacked', out[1])
     for path, leaf in zip(_paths(out[0]), summed):
       if leaf.dtype == jnp.bool_ or not (
           jnp.issubdtype(leaf.dtype, jnp.number)
@@ -201,6 +203,19 @@ def accumulate_grads(fn: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[
       jax.tree_util.tree_unflatten(summed_tree, outs[:num_summed]),
       jax.tree_util.tree_unflatten(stacked_tree, outs[num_summed:]),
   )
+
+
+def _arrays(what: str, tree: Any) -> list[Any]:
+  """The leaves of a tree as arrays."""
+  arrays = []
+  for path, leaf in zip(_paths(tree), jax.tree_util.tree_leaves(tree)):
+    try:
+      arrays.append(jnp.asarray(leaf))
+    except (TypeError, ValueError) as e:
+      raise PartitionError(
+          f'{what}{path} is {shown(leaf)}, which is not an array. Leave it out, or close over it.'
+      ) from e
+  return arrays
 
 
 def _kind(value: Any) -> str:

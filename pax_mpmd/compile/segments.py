@@ -87,7 +87,10 @@ def _number_marks(body: Any, num_stages: int) -> tuple[dict[int, tuple[str, int]
     if eqn.primitive.name == 'pipeline_yield':
       kinds[eqn.params['direction']].append((i, eqn))
   if len(forward) not in (num_stages - 1, num_stages):
-    lines = collections.Counter(jc.source_of(e) for _, e in forward)
+    lines = collections.Counter(
+        jc.source_of(e) + (f' {e.params["name"]!r}' if e.params['name'] else '')
+        for _, e in forward
+    )
     where = ''.join(
         f'\n  {line}' + (f', {n} times' if n > 1 else '') for line, n in list(lines.items())[:6]
     )

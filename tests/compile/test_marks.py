@@ -111,6 +111,19 @@ def test_calls_of_one_jitted_function():
   oracle.assert_trees_close(jax.grad(f)(X), jax.grad(g)(X))
 
 
+@pytest.mark.parametrize(
+    'tree,name,text',
+    [
+        ({'a': X, 'b': 'adam'}, None, r"pipeline_yield\['b'\] is 'adam', which is not an array"),
+        (X, 3, 'name must be a text, but is 3'),
+    ],
+)
+def test_yield_of_what_is_no_array(tree, name, text):
+  """A leaf that is no array is named by its place."""
+  with pytest.raises(mpmd.PartitionError, match=text):
+    mpmd.pipeline_yield(tree, name)
+
+
 # -- accumulate_grads ------------------------------------------------------------------------------
 
 BATCH = {'x': np.arange(24, dtype=np.float32).reshape(4, 2, 3), 'n': np.arange(4, dtype=np.int32)}
@@ -192,6 +205,8 @@ def test_batches_without_a_number_of_microbatches(batch, text):
         (lambda mb: mb['x'], 'pair'),
         (lambda mb: [mb['x'], ()], 'list'),
         (lambda mb: (mb['x'] > 0, ()), 'bool'),
+        (lambda mb: ({'n': 'adam'}, ()), r"summed\['n'\] is 'adam', which is not an array"),
+        (lambda mb: ((), [object]), r"stacked\[0\] is <class 'object'>, which is not an array"),
         (lambda mb: ({'key': jax.random.key(1)}, ()), r"\['key'\] has dtype key"),
     ],
 )

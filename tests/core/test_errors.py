@@ -152,6 +152,17 @@ def test_no_pair():
   assert 'an array' in text and 'return grads, loss' in text
 
 
+def test_names_of_yields():
+  """Named boundaries are named where they are listed."""
+
+  def named(ws, mb):
+    x = mpmd.pipeline_yield(dense(ws[0], mb['x']), name='after the encoder')
+    return mse(dense(ws[1], x), mb['y'])
+
+  text = message(mpmd.PartitionError, toy.train_step(named), toy.weights(), toy.batch())
+  assert "test_errors.py" in text and "'after the encoder'" in text
+
+
 def test_no_loop():
   """A step without accumulate_grads."""
 
