@@ -73,9 +73,10 @@ def messages(
         makers[key][actor] = position
 
   needed: dict[tuple[int, int, int], set[Key]] = {}  # (src, position, dst) -> values
+  index = KeyKind.INDEX
 
   def need(key: Key, dst: int, reader: str) -> None:
-    if key[0] == KeyKind.INDEX:
+    if key[0] == index:
       return
     where = makers.get(key)
     assert where, f'{reader} on actor {dst} reads {key}, which nobody makes'

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import enum
+from typing import Any
 
 from pax_mpmd import errors
 from pax_mpmd.compile.program import Carry
@@ -39,6 +40,9 @@ class KeyKind(enum.IntEnum):
   CARRY = 2  # a carry after n of the tasks that touch it, neither its first nor its last value
   INDEX = 3  # the constant n, a microbatch's number
 
+
+# Looking up an enum's member takes longer than most of what is done with it here.
+_EDGE, _CARRY, _INDEX = KeyKind.EDGE, KeyKind.CARRY, KeyKind.INDEX
 
 # (KeyKind, id of the value or carry, n)
 Key = tuple[int, int, int]
@@ -113,9 +117,7 @@ def work_lists(
       program = step.tasks.get((task.stage, task.phase.value))
       if program is None:
         continue
-      reads = tuple(keys.of(operand, task, actor) for operand in program.inputs)
-      keys.advance(program.inputs)
-      writes = tuple(keys.of(operand, task, actor) for operand in program.outputs)
+      reads, writes = keys.reads_and_writes(task)
       works.append(
           Work(actor, str(task), task.stage, program.executable, reads, writes, cost(task))
       )
@@ -151,7 +153,11 @@ def _outer_work(program: OuterProgram, step_key: Callable[[ValueId], Key]) -> Wo
 
 
 class _TaskKeys:
-  """Gives the operands of tasks their keys; counts how often each carry has been touched."""
+  """Gives the operands of tasks their keys; counts how often each carry has been touched.
+
+  It is asked for every operand of every task, so what doesn't depend on the microbatch is found
+  once for each program.
+  """
 
   def __init__(self, step: StepProgram):
     self._step_key = step_keys(step)
@@ -161,28 +167,52 @@ class _TaskKeys:
     for program in step.tasks.values():
       for operand in program.inputs:
         if operand.kind is OperandKind.CARRY:
+          carry = self._carries[operand.id]
+          actor = step.placement[program.stage]
+          assert carry.actor == actor, f'{program.name} on actor {actor} touches carry {carry}'
           self._touches[operand.id] += step.num_microbatches
+    self._patterns = {
+        key: (self._pattern(program.inputs), self._pattern(program.outputs))
+        for key, program in step.tasks.items()
+    }
 
-  def of(self, operand: Operand, task: Task, actor: int) -> Key:
-    if operand.kind is OperandKind.EDGE:
-      return (KeyKind.EDGE, operand.id, task.microbatch)
-    if operand.kind is OperandKind.STEP:
-      return self._step_key(operand.id)
-    if operand.kind is OperandKind.INDEX:
-      return (KeyKind.INDEX, -1, task.microbatch)
-    carry = self._carries[operand.id]
-    assert carry.actor == actor, f'{task} on actor {actor} touches carry {carry}'
-    touched = self._touched[carry.id]
+  def reads_and_writes(self, task: Task) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+    """The keys of what the next run, of `task`, reads and writes."""
+    inputs, outputs = self._patterns[task.stage, task.phase.value]
+    reads = self._filled_in(inputs, task.microbatch)
+    for kind, carry in inputs:
+      if kind is _CARRY:
+        self._touched[carry] += 1
+    return reads, self._filled_in(outputs, task.microbatch)
+
+  def _pattern(self, operands: Sequence[Operand]) -> list[tuple[KeyKind | None, Any]]:
+    """Per operand (None, its key) where that is always the same, else (kind, id)."""
+    kinds = {OperandKind.EDGE: _EDGE, OperandKind.CARRY: _CARRY, OperandKind.INDEX: _INDEX}
+    return [
+        (None, self._step_key(operand.id))
+        if operand.kind is OperandKind.STEP
+        else (kinds[operand.kind], operand.id)
+        for operand in operands
+    ]
+
+  def _filled_in(self, pattern: list[tuple[KeyKind | None, Any]], microbatch: int) -> tuple:
+    keys: list[Key] = []
+    for kind, x in pattern:
+      if kind is None:
+        keys.append(x)
+      elif kind is _CARRY:
+        keys.append(self._carried(x))
+      else:
+        keys.append((kind, x, microbatch))
+    return tuple(keys)
+
+  def _carried(self, carry: int) -> Key:
+    touched = self._touched[carry]
     if touched == 0:
-      return self._step_key(carry.initial)
-    if touched == self._touches[carry.id]:
-      return self._step_key(carry.final)
-    return (KeyKind.CARRY, carry.id, touched)
-
-  def advance(self, operands: Sequence[Operand]) -> None:
-    for operand in operands:
-      if operand.kind is OperandKind.CARRY:
-        self._touched[operand.id] += 1
+      return self._step_key(self._carries[carry].initial)
+    if touched == self._touches[carry]:
+      return self._step_key(self._carries[carry].final)
+    return (_CARRY, carry, touched)
 
 
 def _scheduled(step: StepProgram, schedule: Schedule) -> tuple[tuple[Task, ...], ...]:
