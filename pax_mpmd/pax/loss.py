@@ -240,7 +240,15 @@ def make_grad_fn(
         inputs,
         prng_key,
     )
-    run = _Loop(loss_fn, learner, mdl_vars, var_weight_hparams, rules, num_microbatches)
+    run = _Loop(
+        loss_fn,
+        learner,
+        mdl_vars,
+        var_weight_hparams,
+        rules,
+        num_microbatches,
+        microbatching.streams,
+    )
     return run(inputs, prng_key)
 
   return grad_fn
@@ -249,13 +257,16 @@ def make_grad_fn(
 class _Loop:
   """One microbatch loop of a train step."""
 
-  def __init__(self, loss_fn, learner, mdl_vars, var_weight_hparams, rules, num_microbatches):
+  def __init__(
+      self, loss_fn, learner, mdl_vars, var_weight_hparams, rules, num_microbatches, streams
+  ):
     self._loss_fn = loss_fn
     self._learner = learner
     self._mdl_vars = mdl_vars
     self._var_weight_hparams = var_weight_hparams
     self._rules = rules
     self._num_microbatches = num_microbatches
+    self._streams = streams
     # Pax's own: it knows which variables take no gradient and what they get in its place.
     self._grad_fn = trainer_lib._get_default_grad_fn(  # pylint: disable=protected-access
         *trainer_lib.get_excluded_var_masks(var_weight_hparams, learner)
@@ -264,7 +275,8 @@ class _Loop:
   def __call__(self, inputs, prng_key):
     m = self._num_microbatches
     batch = dict(
-        inputs=microbatches.split_batch(inputs, m), prng_key=jax.random.split(prng_key, m)
+        inputs=microbatches.split_batch(inputs, m, self._streams),
+        prng_key=jax.random.split(prng_key, m),
     )
 
     def microbatch_fn(microbatch):
@@ -286,7 +298,7 @@ class _Loop:
         self._rules.combine(sums['scalars'], m),
         self._merge_updates(sums['updates']),
         mean_summaries(sums['summaries'], m),
-        microbatches.merge_microbatches(per_example_out),
+        microbatches.merge_microbatches(per_example_out, self._streams),
         {},
     )
     return (loss, sgf.GradAuxInfo(loss_weight=weight, aux_info=aux_info)), grads

@@ -15,15 +15,18 @@ __all__ = ['Microbatching', 'merge_microbatches', 'split_batch']
 
 @dataclasses.dataclass(frozen=True)
 class Microbatching:
-  """How a batch is split: exactly one of the two fields is set, as in Pax.
+  """How a batch is split: exactly one of the first two fields is set, as in Pax.
 
   Attributes:
     num_microbatches: number of microbatches, or None.
     microbatch_size: examples per microbatch, or None.
+    streams: contiguous parts of the batch that are split each for itself; Pax's `stream_io` has one
+      for each pipeline rank.
   """
 
   num_microbatches: int | None = None
   microbatch_size: int | None = None
+  streams: int = 1
 
   def __post_init__(self):
     if (self.num_microbatches is None) == (self.microbatch_size is None):
@@ -53,24 +56,37 @@ class Microbatching:
           f' {name}={divisor}. It must divide the batch: use one of {allowed}, or change the'
           ' batch size (PERCORE_BATCH_SIZE times the number of devices in most experiments).'
       )
-    return self.num_microbatches or batch_size // self.microbatch_size
+    num_microbatches = self.num_microbatches or batch_size // self.microbatch_size
+    if num_microbatches % self.streams:
+      allowed = [
+          m for m in range(self.streams, batch_size + 1, self.streams) if batch_size % m == 0
+      ]
+      raise errors.ConfigError(
+          f'STREAM_IO = True (stream_io of the pipeline layer) splits the {num_microbatches}'
+          f' microbatches of a batch of {batch_size} examples between NUM_STAGES={self.streams}'
+          ' streams, which does not go evenly. Set STREAM_IO = False'
+          + (f', or NUM_MICROBATCHES to one of {allowed}.' if allowed else '.')
+      )
+    return num_microbatches
 
 
-def split_batch(batch: Any, num_microbatches: int) -> Any:
+def split_batch(batch: Any, num_microbatches: int, streams: int = 1) -> Any:
   """Splits leaves `[B, ...]` into `[M, B // M, ...]`, strided: microbatch i has rows i, i + M, ...
 
   Strided because Pax's pipeline does it so (it keeps a sharding of the batch axis in place), and
-  because per-microbatch weights then agree with Pax's.
+  because per-microbatch weights then agree with Pax's. With several streams the batch is cut into
+  that many contiguous parts, and each of them is split like this into M // streams microbatches.
   """
 
   def split(x):
-    x = jnp.reshape(x, (x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:]))
-    return jnp.swapaxes(x, 0, 1)
+    size, per_stream = x.shape[0] // num_microbatches, num_microbatches // streams
+    x = jnp.reshape(x, (streams, size, per_stream, *x.shape[1:]))
+    return jnp.reshape(jnp.swapaxes(x, 1, 2), (num_microbatches, size, *x.shape[3:]))
 
   return jax.tree_util.tree_map(split, batch)
 
 
-def merge_microbatches(stacked: Any) -> Any:
+def merge_microbatches(stacked: Any, streams: int = 1) -> Any:
   """Undoes `split_batch`: leaves `[M, microbatch, ...]` to `[B, ...]` in input order.
 
   A leaf `[M]`, one number a microbatch, becomes its mean.
@@ -79,6 +95,8 @@ def merge_microbatches(stacked: Any) -> Any:
   def merge(x):
     if x.ndim < 2:
       return jnp.mean(x, axis=0).astype(x.dtype)
-    return jnp.reshape(jnp.swapaxes(x, 0, 1), (x.shape[0] * x.shape[1], *x.shape[2:]))
+    m, size = x.shape[:2]
+    x = jnp.reshape(x, (streams, m // streams, size, *x.shape[2:]))
+    return jnp.reshape(jnp.swapaxes(x, 1, 2), (m * size, *x.shape[3:]))
 
   return jax.tree_util.tree_map(merge, stacked)

@@ -73,7 +73,8 @@ def make_eval_step(
         inputs,
     )
     batch = dict(
-        inputs=microbatches.split_batch(inputs, m), prng_key=jax.random.split(prng_key, m)
+        inputs=microbatches.split_batch(inputs, m, microbatching.streams),
+        prng_key=jax.random.split(prng_key, m),
     )
     sums, per_example_out = marks.accumulate_grads(
         functools.partial(_eval_microbatch, functools.partial(evaluate, state), rules), batch
@@ -81,7 +82,7 @@ def make_eval_step(
     output = trainer_lib.StepFnOutput(
         loss=loss_lib.safe_divide(sums['main'], sums['weight']) + sums['aux_loss'] / m,
         weighted_scalars=rules.combine(sums['scalars'], m),
-        per_example_out=microbatches.merge_microbatches(per_example_out),
+        per_example_out=microbatches.merge_microbatches(per_example_out, microbatching.streams),
         summary_tensors=loss_lib.mean_summaries(sums['summaries'], m),
         clu_metrics={},
     )

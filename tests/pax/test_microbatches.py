@@ -7,6 +7,7 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
+from pax_mpmd import errors
 from pax_mpmd.pax import loss
 from pax_mpmd.pax import microbatches
 
@@ -17,11 +18,25 @@ def test_microbatches_are_strided():
   np.testing.assert_array_equal(split['x'], [[0, 4], [1, 5], [2, 6], [3, 7]])
 
 
-@pytest.mark.parametrize('num_microbatches', [1, 2, 3, 6])
-def test_merging_undoes_splitting(num_microbatches):
+def test_streams_are_contiguous():
+  """With 2 streams the first half of the batch is the first half of the microbatches."""
+  split = microbatches.split_batch({'x': jnp.arange(8)}, 4, streams=2)
+  np.testing.assert_array_equal(split['x'], [[0, 2], [1, 3], [4, 6], [5, 7]])
+
+
+def test_streams_that_do_not_split_are_refused():
+  """The message says why and which numbers of microbatches would do."""
+  with pytest.raises(errors.ConfigError, match=r'STREAM_IO.* 4 .*NUM_STAGES=3.*\[3, 6, 12\]'):
+    microbatches.Microbatching(4, streams=3).count(12)
+  assert microbatches.Microbatching(6, streams=3).count(12) == 6
+
+
+@pytest.mark.parametrize('num_microbatches, streams', [(1, 1), (2, 1), (3, 3), (6, 1), (6, 2)])
+def test_merging_undoes_splitting(num_microbatches, streams):
   """Per-example outputs come back in input order; a number per microbatch as its mean."""
   x = np.arange(6 * 5).reshape(6, 5)
-  merged = microbatches.merge_microbatches(microbatches.split_batch(x, num_microbatches))
+  split = microbatches.split_batch(x, num_microbatches, streams)
+  merged = microbatches.merge_microbatches(split, streams)
   np.testing.assert_array_equal(merged, x)
   assert microbatches.merge_microbatches(jnp.array([1.0, 2.0])) == 1.5
 
