@@ -117,7 +117,8 @@ def _split_checkpoint(eqn: Any, needed: list[bool]) -> tuple[Any, Any] | None:
     read = [v for v in _read(eqns, outs) if v not in body.constvars]
     jaxpr = jc.new_jaxpr(body.constvars, read, outs, eqns)
     invars = [handed[v] if v in handed else outer[v] for v in read]
-    return jc.new_eqn(invars, outvars, eqn.primitive, dict(eqn.params, jaxpr=jaxpr), eqn)
+    params = jc.checkpoint_params(eqn.params, jaxpr)
+    return jc.new_eqn(invars, outvars, eqn.primitive, params, eqn)
 
   return (
       part(
@@ -132,7 +133,7 @@ def _split_checkpoint(eqn: Any, needed: list[bool]) -> tuple[Any, Any] | None:
 def _split_scan(eqn: Any, needed: list[bool]) -> tuple[Any, Any] | None:
   closed = eqn.params['jaxpr']
   body = closed.jaxpr
-  num_consts, num_carry = eqn.params['num_consts'], eqn.params['num_carry']
+  num_consts, num_carry = jc.scan_sizes(eqn)
   carries = body.invars[num_consts : num_consts + num_carry]
   while True:
     halves = _halve(body.eqns, body.outvars, needed)
@@ -181,14 +182,8 @@ def _split_scan(eqn: Any, needed: list[bool]) -> tuple[Any, Any] | None:
     xs = [v for v in body.invars[num_consts + num_carry :] if v in read]
     taken = [v for v in takes if v in read]
     invars = [*consts, *own, *xs, *taken]
-    params = dict(
-        eqn.params,
-        jaxpr=jc.ClosedJaxpr(jc.new_jaxpr(body.constvars, invars, outs, eqns), closed.consts),
-        num_consts=len(consts),
-        num_carry=len(own),
-    )
-    if 'linear' in params:
-      params['linear'] = (False,) * len(invars)
+    jaxpr = jc.ClosedJaxpr(jc.new_jaxpr(body.constvars, invars, outs, eqns), closed.consts)
+    params = jc.scan_params(eqn.params, jaxpr, len(consts), len(own))
     args = [outer[v] for v in consts + own + xs] + [takes[v] for v in taken]
     outvars = [eqn.outvars[i] for i in carried + ys] + [stacked[v] for v in gives]
     return jc.new_eqn(args, outvars, eqn.primitive, params, eqn)

@@ -50,6 +50,7 @@ __all__ = [
     'ShapedArray',
     'Var',
     'aval_of_value',
+    'checkpoint_params',
     'dce',
     'eval_jaxpr',
     'hide_in_sources',
@@ -62,6 +63,8 @@ __all__ = [
     'new_var',
     'physical_aval',
     'register',
+    'scan_params',
+    'scan_sizes',
     'source_of',
     'source_or',
     'trace',
@@ -195,6 +198,41 @@ def source_or(eqn: Any, call: Any | None) -> Any:
 def inner_jaxprs(eqn: Any) -> list[Any]:
   """The jaxprs among an equation's parameters."""
   return list(_src_core.jaxprs_in_params(eqn.params))
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+  """The numbers of constants and of carries of a `scan` equation."""
+  params = eqn.params
+  if 'ft_in' not in params:
+    return params['num_consts'], params['num_carry']
+  consts, carries, _ = params['ft_in'].unpack()
+  return len(consts), len(carries)
+
+
+def scan_params(
+    params: dict[str, Any], closed: Any, num_consts: int, num_carry: int
+) -> dict[str, Any]:
+  """The parameters of a scan like that of `params`, of another body."""
+  params = dict(params, jaxpr=closed)
+  num_in, num_out = len(closed.in_avals), len(closed.out_avals)
+  if 'ft_in' not in params:
+    params.update(num_consts=num_consts, num_carry=num_carry)
+    if 'linear' in params:
+      params['linear'] = (False,) * num_in
+    return params
+  from jax._src import flattree as ft
+
+  carries, xs = ft.nones(num_carry), ft.nones(num_in - num_consts - num_carry)
+  params['ft_in'] = ft.pack((ft.nones(num_consts), carries, xs))
+  params['ft_out'] = ft.pack((carries, ft.nones(num_out - num_carry)))
+  return params
+
+
+def checkpoint_params(params: dict[str, Any], jaxpr: Any) -> dict[str, Any]:
+  """The parameters of a checkpoint like that of `params`, of another body."""
+  cse = params['prevent_cse']
+  # Newer versions take a flag for each operand, too.
+  return dict(params, jaxpr=jaxpr, prevent_cse=any(cse) if isinstance(cse, tuple) else cse)
 
 
 def hide_in_sources(path: str) -> None:

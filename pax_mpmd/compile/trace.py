@@ -27,6 +27,7 @@ _CALLS = {
     'closed_call': 'call_jaxpr',
     'core_call': 'call_jaxpr',
     'core_closed_call': 'call_jaxpr',
+    'eval_jaxpr': 'call_jaxpr',
     'custom_jvp_call': 'call_jaxpr',
     'custom_vjp_call': 'call_jaxpr',
     'custom_vjp_call_jaxpr': 'fun_jaxpr',
@@ -34,6 +35,7 @@ _CALLS = {
 _IDENTITIES = frozenset({'sharding_constraint', 'name'})
 _MARKS = frozenset({'pipeline_yield', 'accumulate_grads'})
 _CALLBACKS = frozenset({'pure_callback', 'io_callback', 'outside_call', 'infeed', 'outfeed'})
+_DEBUG = frozenset({'debug_callback', 'debug_print'})
 _CHECKPOINTS = frozenset({'checkpoint', 'remat', 'remat2'})
 
 
@@ -205,7 +207,7 @@ class _Inliner:
         outs = self.into(eqns, closed.jaxpr, self._const_vars(closed), invars, eqn)
         env.update(zip(eqn.outvars, outs))
         continue
-      if name == 'debug_callback':
+      if name in _DEBUG:
         self.notes.append(
             f'jax.debug.print or callback at {jc.source_of(eqn)} is left out: programs can\'t call'
             ' back from the actors. Return the value from the step, stacked, to see it'
@@ -268,7 +270,8 @@ class _Inliner:
     """A parameter of `eqn`; where it is a jaxpr, or holds some, with the calls inside inlined."""
     if type(value) in (tuple, list):  # not a named tuple
       return type(value)(self._inlined(eqn, v) for v in value)
-    if isinstance(value, jc.ClosedJaxpr):
+    # A checkpoint's body is open; from JAX 0.12 on the types don't tell.
+    if isinstance(value, jc.ClosedJaxpr) and eqn.primitive.name not in _CHECKPOINTS:
       inner = _Inliner(eqn, self.notes)
       jaxpr = inner.closed(value)
       jaxpr = jc.new_jaxpr(inner.constvars, jaxpr.invars, jaxpr.outvars, jaxpr.eqns)

@@ -10,6 +10,7 @@ import numpy as np
 
 from pax_mpmd.compile.program import Aval
 from pax_mpmd.errors import MpmdError
+from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.base import Runtime
 from pax_mpmd.runtime.buffers import Buffer
 
@@ -160,6 +161,9 @@ class MpmdArray:
   def __repr__(self) -> str:
     state = 'deleted' if self._deleted else f'on actors {list(self.actors)}'
     return f'MpmdArray({self._aval}, {state})'
+
+
+xla.register_array_type(MpmdArray)
 
 
 def device_get(tree: Any) -> Any:

@@ -106,6 +106,23 @@ def copy_to(array: Array, device: Device) -> Array:
   return jax.device_put(array, device)
 
 
+def register_array_type(cls: type) -> None:
+  """Makes JAX functions take instances of `cls`, which has shape, dtype and `__array__`."""
+  from jax._src import core
+  from jax._src import dtypes
+
+  if not hasattr(dtypes, 'register_canonicalize_value_handler'):
+    return  # 0.4.26 calls __jax_array__; newer versions do so in some functions only
+
+  def aval(x: Any) -> Any:
+    return jax.core.ShapedArray(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+  core.pytype_aval_mappings[cls] = aval
+  dtypes.register_canonicalize_value_handler(
+      cls, lambda x: dtypes.canonicalize_value(np.asarray(x))
+  )
+
+
 def block(array: Array) -> None:
   """Waits until the array is computed; raises what its computation raised."""
   array.block_until_ready()
