@@ -44,7 +44,10 @@ flags.DEFINE_integer(
     'mpmd_num_actors', None, 'Number of actors with --mpmd. Default: NUM_STAGES.', lower_bound=1
 )
 flags.DEFINE_integer(
-    'mpmd_num_stages', None, 'NUM_STAGES for an experiment that leaves it unset.', lower_bound=1
+    'mpmd_num_stages',
+    None,
+    'NUM_STAGES for an experiment that has none: into how many stages its layers are cut.',
+    lower_bound=1,
 )
 flags.DEFINE_integer(
     'mpmd_num_microbatches',
@@ -185,12 +188,14 @@ def mpmd_experiment(
     old = getattr(experiment, name, None)
     if value is None or value == old:
       continue
-    if old is not None or not hasattr(experiment, name):
+    if old is None and name == 'NUM_MICROBATCHES':
+      name, old = 'MICROBATCH_SIZE', getattr(experiment, 'MICROBATCH_SIZE', None)
+    if old is not None:
       raise errors.ConfigError(
-          f'{flag}={value}: the experiment {experiment.__name__} has {name}={old}; the flag is for'
-          f' experiments that declare {name} and leave it None. Leave the flag out, or set {name}'
-          ' in a subclass.'
+          f'{flag}={value}: the experiment {experiment.__name__} has {name}={old} of its own; the'
+          f' flag is for experiments without. Leave the flag out, or set {name} in a subclass.'
       )
+    name = flag.removeprefix('--mpmd_').upper()
     fields[name] = value
   bases = (experiment,)
   if not issubclass(experiment, mixin.MpmdPipelineMixin):

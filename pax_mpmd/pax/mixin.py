@@ -1,4 +1,4 @@
-"""The mixin that makes a pipelined Pax experiment run through MPMD."""
+"""The mixin that makes a Pax experiment run through MPMD."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ __all__ = ['MpmdPipelineMixin']
 
 
 class MpmdPipelineMixin(base_experiment.BaseExperiment):
-  """Put first among the bases of a pipelined experiment, it runs that on pipeline actors:
+  """Put first among the bases of an experiment, it runs that on pipeline actors:
 
       @experiment_registry.register
       class MyMpmdLm(MpmdPipelineMixin, MyPipelinedLm):
         SCHEDULE = '1f1b'
 
-  The experiment then trains under `python -m paxml.main` and `python -m pax_mpmd.main` alike.
+  The experiment then trains under `python -m paxml.main` and `python -m pax_mpmd.main` alike. One
+  that isn't pipelined says in NUM_STAGES into how many stages to cut its layers, and in
+  NUM_MICROBATCHES or MICROBATCH_SIZE how to split a batch; pipelined ones have these anyway.
 
   Attributes:
     SCHEDULE: a short name (a key of `pax_mpmd.schedules.NAMES`), the path of a .csv table, a
@@ -41,19 +43,20 @@ class MpmdPipelineMixin(base_experiment.BaseExperiment):
   RUNTIME: Any = None
 
   def task(self) -> Any:
-    """The task's config with the MPMD pipeline layer in it.
+    """The task's config with the MPMD layers in it.
 
     Raises:
       ConfigError: if the experiment can't run through MPMD; names the field.
     """
     transform.check_experiment(self)
-    task, _ = transform.mpmd_task(super().task())
-    return task
+    return self._mpmd_task(super().task())[0]
 
   def mpmd_pipeline(self) -> transform.PipelineConfig:
     """The numbers of the experiment's pipeline."""
-    task = self.task()
-    return transform.check(task, transform.find_pipeline(task))
+    return self._mpmd_task(self.task())[1]
+
+  def _mpmd_task(self, task: Any) -> tuple[Any, transform.PipelineConfig]:
+    return transform.mpmd_task(task, **transform.stages_of(self))
 
   def mpmd_backend(self) -> backend_lib.Backend:
     """A backend with the experiment's schedule and runtime; starts nothing."""

@@ -16,6 +16,7 @@ from pax_mpmd import errors
 from pax_mpmd.pax import lazy
 from pax_mpmd.pax import train_step as train_step_lib
 from pax_mpmd.pax import transform
+from pax_mpmd.pax import unpipelined
 
 __all__ = ['MpmdPartitioner']
 
@@ -80,6 +81,17 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
     super().setup(*args, **kwargs)
     batch_size = jax.tree_util.tree_leaves(self.train_inputs_shape_dtype)[0].shape[0]
     self._backend.check(self._pipeline.microbatching.count(batch_size))
+    if self._pipeline.own_yields:
+      metadata = self.get_train_state_metadata()
+      with self._actor_mesh:
+        unpipelined.check_own_yields(
+            self._jax_task,
+            self._pipeline.num_stages,
+            metadata.unpadded_global_shapes,
+            jax.eval_shape(lambda: jax.random.PRNGKey(0)),
+            self.train_inputs_shape_dtype,
+            metadata.var_weight_hparams,
+        )
 
   def fetch(self, tree: Any) -> Any:
     """The arrays of a tree, wherever they are, as host arrays."""

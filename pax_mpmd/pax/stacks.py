@@ -152,8 +152,9 @@ def _repeat_in_chunks(
   for stage, (start, limit) in enumerate(bounds):
 
     def apply(repeat, x, args, kwargs, length=limit - start):
-      # Praxis' own scan, remat and summaries, over fewer repeats.
-      return repeat.clone(parent=repeat.scope, x_times=length)(x, *args, **kwargs)
+      # Praxis' own scan, remat and summaries, over fewer repeats of the same variables.
+      shorter = repeat.clone(parent=repeat.scope.rewound(), x_times=length)
+      return shorter(x, *args, **kwargs)
 
     fn = nn.transforms.lift_transform(layer.fold_rngs, apply, stage)
     fn = nn.map_variables(

@@ -1,4 +1,4 @@
-"""Makes a pipelined Pax task an MPMD one: swaps the pipeline layer and checks the configuration."""
+"""Makes a Pax task an MPMD one: swaps its pipeline or stack of layers, checks the configuration."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ import dataclasses
 import math
 from typing import Any
 
+from paxml.tasks.lm import model_params
 from praxis import pax_fiddle
 from praxis.layers import transformers
 
 from pax_mpmd import errors
 from pax_mpmd.pax import layer
 from pax_mpmd.pax import microbatches
+from pax_mpmd.pax import unpipelined
 
-__all__ = ['PipelineConfig', 'find_pipeline', 'mpmd_task', 'num_devices']
+__all__ = ['PipelineConfig', 'find_pipeline', 'mpmd_task', 'num_devices', 'stages_of']
 
 STAGE_AXIS = 'stage'
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-  """What MPMD execution must know of a pipelined task.
+  """What MPMD execution must know of a task.
 
   Attributes:
     num_ranks: pipeline ranks of the configuration (Pax's num_stages).
     circular_repeat: stages per rank.
     microbatching: how a batch is split.
     num_devices: devices of the whole configured mesh.
+    own_yields: the stages are marked by `pipeline_yield` calls of the model's own.
   """
 
   num_ranks: int
   circular_repeat: int
   microbatching: microbatches.Microbatching
   num_devices: int
+  own_yields: bool = False
 
   @property
   def num_stages(self) -> int:
@@ -49,36 +53,34 @@ def num_devices(
 
 
 def find_pipeline(task: Any) -> Any:
-  """The pipeline layer's config in a task's config.
+  """The config of the pipeline layer in a task's config, None if the task isn't pipelined.
 
   Args:
     task: config of a `tasks_lib.SingleTask`.
-
-  Raises:
-    ConfigError: if the model isn't a language model over a `PipelinedTransformer`.
   """
   lm_tpl = getattr(task.model, 'lm_tpl', None)
   stack = getattr(lm_tpl, 'stacked_transformer_tpl', None)
   if stack is None or not issubclass(_cls(stack), transformers.PipelinedTransformer):
-    found = 'none' if stack is None else _cls(stack).__name__
-    raise errors.ConfigError(
-        'The task has no pipeline to run: MPMD needs task.model.lm_tpl.stacked_transformer_tpl to'
-        f' be a PipelinedTransformer, got {found}. Derive the experiment from'
-        ' paxml.tasks.lm.model_params.TransformerLmSpmdPipelineAdafactor (or LmCloudSpmdPipeline)'
-        ' and set NUM_STAGES, NUM_MICROBATCHES or MICROBATCH_SIZE, and'
-        ' ICI_MESH_SHAPE = [NUM_STAGES, 1, 1, 1].'
-    )
+    return None
   return stack
 
 
-def mpmd_task(task: Any) -> tuple[Any, PipelineConfig]:
-  """Replaces the pipeline layer of a task by the MPMD one, in place.
+def mpmd_task(
+    task: Any,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+) -> tuple[Any, PipelineConfig]:
+  """Replaces the pipeline layer, or the stack of layers, of a task by the MPMD one, in place.
 
-  To be called on the finished config: Pax compares the class of the pipeline layer with `==` while
-  it builds the config.
+  To be called on the finished config: Pax compares the classes of these layers with `==` while it
+  builds the config.
 
   Args:
-    task: config of a `tasks_lib.SingleTask` whose language model has a `PipelinedTransformer`.
+    task: config of a `tasks_lib.SingleTask`.
+    num_stages: number of stages where the task isn't pipelined; where it is, it says so itself.
+    num_microbatches: likewise; this or `microbatch_size`.
+    microbatch_size: likewise.
 
   Returns:
     The task and what was found in it.
@@ -87,6 +89,19 @@ def mpmd_task(task: Any) -> tuple[Any, PipelineConfig]:
     ConfigError: if MPMD execution doesn't support the task; names the field.
   """
   old = find_pipeline(task)
+  if old is None:
+    return _cut_task(task, num_stages, num_microbatches, microbatch_size)
+  for name, value, own in (
+      ('NUM_STAGES', num_stages, old.num_pipeline_stages),
+      ('NUM_MICROBATCHES', num_microbatches, old.num_pipeline_microbatches),
+      ('MICROBATCH_SIZE', microbatch_size, old.pipeline_microbatch_size),
+  ):
+    if value is not None and value != own:
+      raise errors.ConfigError(
+          f'{name}={value} (--mpmd_{name.lower()}), but the task has a pipeline of its own, with'
+          f' {name}={own}. Leave it out, or change it where the experiment builds its'
+          f' {_cls(old).__name__}.'
+      )
   config = check(task, old)
   if issubclass(_cls(old), layer.MpmdPipelinedTransformer):
     return task, config
@@ -102,22 +117,51 @@ def mpmd_task(task: Any) -> tuple[Any, PipelineConfig]:
   return task, config
 
 
+def _cut_task(
+    task: Any, num_stages: int | None, num_microbatches: int | None, microbatch_size: int | None
+) -> tuple[Any, PipelineConfig]:
+  """`mpmd_task` of a task that isn't pipelined."""
+  stack = getattr(getattr(task.model, 'lm_tpl', None), 'stacked_transformer_tpl', None)
+  if num_stages is None:
+    found = 'nothing' if stack is None else f'a {_cls(stack).__name__}'
+    raise errors.ConfigError(
+        f'The experiment is not pipelined (task.model.lm_tpl.stacked_transformer_tpl is {found}, no'
+        ' PipelinedTransformer) and does not say into how many stages to cut it. Give'
+        ' --mpmd_num_stages and --mpmd_num_microbatches, or set NUM_STAGES and NUM_MICROBATCHES'
+        ' in the experiment; or derive it from'
+        ' paxml.tasks.lm.model_params.TransformerLmSpmdPipelineAdafactor (or LmCloudSpmdPipeline).'
+    )
+  if not isinstance(num_stages, int) or num_stages < 1:
+    raise errors.ConfigError(
+        f'NUM_STAGES (--mpmd_num_stages) must be an integer of at least 1; got {num_stages!r}.'
+    )
+  microbatching = unpipelined.microbatching_of(num_microbatches, microbatch_size)
+  cut = unpipelined.cut_stack(task, num_stages)
+  unpipelined.check_mesh(task, _mesh(task.model))
+  unpipelined.check_same_per_microbatch(task, microbatching)
+  return task, PipelineConfig(
+      num_ranks=num_stages,
+      circular_repeat=1,
+      microbatching=microbatching,
+      num_devices=num_devices(task.model.ici_mesh_shape, task.model.dcn_mesh_shape),
+      own_yields=not cut,
+  )
+
+
 def check(task: Any, pipe: Any) -> PipelineConfig:
   """Checks a pipelined task; see `mpmd_task`."""
-  microbatching = microbatches.Microbatching(
-      pipe.num_pipeline_microbatches, pipe.pipeline_microbatch_size
-  )
-  if pipe.stream_io:
-    raise errors.ConfigError(
-        'STREAM_IO = True (stream_io of the pipeline layer) is a way to hide transfers of SPMD'
-        ' pipelining and changes how the batch is split; it has no use with MPMD. Set'
-        ' STREAM_IO = False.'
-    )
   ranks = pipe.num_pipeline_stages
   if not ranks:
     raise errors.ConfigError(
         f'NUM_STAGES (num_pipeline_stages) must be at least 1; got {ranks}.'
     )
+  # Streaming itself, a way to hide transfers of SPMD pipelining, has no use here; but it changes
+  # which rows are a microbatch, which aux losses and dropout see.
+  microbatching = microbatches.Microbatching(
+      pipe.num_pipeline_microbatches,
+      pipe.pipeline_microbatch_size,
+      streams=ranks if pipe.stream_io else 1,
+  )
   mesh = _mesh(task.model)
   stage_axis = _stage_axis(pipe)
   for axis, size in mesh.items():
@@ -153,7 +197,7 @@ def check_experiment(experiment: Any) -> None:
       name: getattr(experiment, name, None)
       for name in ('NUM_STAGES', 'NUM_LAYERS', 'NUM_MICROBATCHES', 'MICROBATCH_SIZE')
   }
-  if not hasattr(experiment, 'NUM_STAGES'):
+  if not _is_pipelined(experiment):
     return
   microbatches.Microbatching(fields['NUM_MICROBATCHES'], fields['MICROBATCH_SIZE'])
   stages, layers = fields['NUM_STAGES'], fields['NUM_LAYERS']
@@ -182,6 +226,22 @@ def check_experiment(experiment: Any) -> None:
         f'ICI_MESH_SHAPE[0] * DCN_MESH_SHAPE[0] = {shape[0]} * {dcn[0]} must be'
         f' NUM_STAGES={stages}. Set ICI_MESH_SHAPE = [{stages}, 1, 1, 1].'
     )
+
+
+def stages_of(experiment: Any) -> dict[str, int | None]:
+  """What an experiment says about stages outside of its task: the arguments of `mpmd_task`.
+
+  Nothing where it is one of Pax's pipelined ones, which build their pipeline from these fields.
+  """
+  if _is_pipelined(experiment):
+    return {}
+  names = ('NUM_STAGES', 'NUM_MICROBATCHES', 'MICROBATCH_SIZE')
+  return {name.lower(): getattr(experiment, name, None) for name in names}
+
+
+def _is_pipelined(experiment: Any) -> bool:
+  cls = experiment if isinstance(experiment, type) else type(experiment)
+  return issubclass(cls, model_params.TransformerLmSpmdPipelineAdafactor)
 
 
 def _cls(config: Any) -> type:

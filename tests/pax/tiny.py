@@ -13,6 +13,7 @@ from paxml.tasks.lm.params import lm_cloud
 from praxis import base_hyperparams
 from praxis import py_utils
 
+from pax_mpmd.pax import backend as backend_lib
 from pax_mpmd.pax import partitioner as partitioner_lib
 from pax_mpmd.pax import transform
 
@@ -132,24 +133,53 @@ def specs() -> Any:
 class Run:
   """A task with its partitioner, initial state and step functions."""
 
-  def __init__(self, experiment: type, mpmd: bool, seed: int = 1234):
+  def __init__(
+      self,
+      experiment: type,
+      mpmd: bool,
+      seed: int = 1234,
+      schedule: Any = None,
+      actors: int | None = None,
+      initial: Any = None,
+  ):
+    """Constructor.
+
+    Args:
+      experiment: the experiment.
+      mpmd: whether through MPMD; else by Pax itself.
+      seed: of the initial values.
+      schedule: runs the MPMD steps by `mpmd_jit` on local actors with this schedule; None: under
+        plain `jax.jit`.
+      actors: number of actors; None: one for each pipeline rank.
+      initial: the initial state; None: made from the seed.
+    """
     task_p = experiment().task()
     if mpmd:
-      task_p, pipeline = transform.mpmd_task(task_p)
+      task_p, pipeline = transform.mpmd_task(task_p, **transform.stages_of(experiment))
     self.task = base_hyperparams.instantiate(task_p)
     if mpmd:
-      self.partitioner = partitioner_lib.MpmdPartitioner(self.task, pipeline, PlainBackend())
+      backend = PlainBackend()
+      if schedule is not None:
+        backend = backend_lib.Backend(
+            backend_lib.make_schedule(schedule, pipeline, actors), 'local'
+        )
+      self.partitioner = partitioner_lib.MpmdPartitioner(self.task, pipeline, backend)
     else:
+      model = task_p.model
+      dcn = model.dcn_mesh_shape or [1] * len(model.ici_mesh_shape)
       mesh = np.asarray(jax.devices()[: pipeline_devices(task_p)]).reshape(
-          experiment.ICI_MESH_SHAPE
+          [i * d for i, d in zip(model.ici_mesh_shape, dcn)]
       )
       self.partitioner = partitioning.PjitPartitioner(False, True, self.task, device_mesh=mesh)
+    self._steps: dict[bool, Any] = {}
     key = jax.random.PRNGKey(seed)
     self.partitioner.setup(self.task, key, train_inputs_shape_dtype=specs())
+    if initial is not None:
+      self.initial = initial
+      return
     with self.partitioner.global_mesh:
       _, self.initial, _ = self.partitioner.initialize_prng_key_and_train_state(key, None, None)
     self.initial = jax.tree_util.tree_map(np.asarray, self.initial)
-    self._steps: dict[bool, Any] = {}
 
   def step(self, state: Any, inputs: Any, is_eval: bool = False) -> tuple[Any, Any]:
     """Runs Pax's train or eval step; everything comes back as numpy arrays."""
@@ -165,6 +195,11 @@ class Run:
     static = trainer_lib.BaseStepFnStaticArgs(unpadded_global_batch_size=None)
     out = self._steps[is_eval](state, jax.random.PRNGKey(7), inputs, static)
     return jax.tree_util.tree_map(np.asarray, out)
+
+  def close(self) -> None:
+    """Stops local actors."""
+    if isinstance(self.partitioner, partitioner_lib.MpmdPartitioner):
+      self.partitioner.close()
 
 
 def pipeline_devices(task_p: Any) -> int:
