@@ -30,8 +30,8 @@ class Segments:
     num_stages: S.
     earliest: per variable its earliest segment; FREE for what depends on no mark.
     marks: per index of a mark's equation: (direction, boundary).
-    has_backward: whether a backward mark is there. Without one (and with S > 1) everything runs
-      in the forward tasks.
+    has_backward: whether a backward mark is there. Without one (no gradient is taken, or S = 1)
+      everything runs in the forward tasks.
   """
 
   num_stages: int
@@ -124,4 +124,4 @@ def _number_marks(body: Any, num_stages: int) -> tuple[dict[int, tuple[str, int]
           ' to accumulate_grads.'
       )
     marks[i] = ('backward', calls.pop())
-  return marks, bool(backward) or num_stages == 1
+  return marks, bool(backward)
