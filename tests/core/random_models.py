@@ -182,7 +182,8 @@ def _smaller(model: Model) -> Iterator[Model]:
         model,
         stages=_without(model.stages, s),
         skips=tuple((new[a], new[b], t) for a, b, t in model.skips if s not in (a, b)),
-        yields=_without(model.yields, min(s, num_stages - 2)),
+        yields=_without(model.yields, min(s, num_stages - 2)) if model.yields else (),
+        around=_without(model.around, s) if model.around else (),
         metrics=tuple((new[a], n, k) for a, n, k in model.metrics if a != s),
         num_actors=min(model.num_actors, num_stages - 1),
     )
@@ -192,10 +193,10 @@ def _smaller(model: Model) -> Iterator[Model]:
       yield replace(model, stages=stages)
   for field in dataclasses.fields(Model)[2:]:
     value = getattr(model, field.name)
-    if field.name == 'yields':
+    if field.name in ('yields', 'around'):
       for i, extra in enumerate(value):
         if extra:
-          yield replace(model, yields=(*value[:i], '', *value[i + 1 :]))
+          yield replace(model, **{field.name: (*value[:i], '', *value[i + 1 :])})
     elif isinstance(value, tuple):
       for i in range(len(value)):
         yield replace(model, **{field.name: _without(value, i)})

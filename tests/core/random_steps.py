@@ -79,6 +79,8 @@ class Model:
     num_actors, num_microbatches: numbers of them.
     donate: whether the state is donated.
     forward_only: whether the step takes no gradient.
+    around: what each stage as a whole is wrapped in: '', 'remat' or 'jit'.
+    jit: whether the loss function, yields and all, is a jitted one.
   """
 
   seed: int
@@ -99,6 +101,8 @@ class Model:
   num_microbatches: int = 2
   donate: bool = False
   forward_only: bool = False
+  around: tuple[str, ...] = ()
+  jit: bool = False
 
   def __str__(self) -> str:
     parts = [f'seed {self.seed}: ' + ' | '.join(' '.join(map(str, s)) or '-' for s in self.stages)]
@@ -106,7 +110,7 @@ class Model:
     for field in dataclasses.fields(self)[2:]:
       value = getattr(self, field.name)
       if field.name not in ('num_actors', 'num_microbatches') and value != field.default:
-        if field.name != 'yields' or any(value):
+        if field.name not in ('yields', 'around') or any(value):
           parts.append(field.name if value is True else f'{field.name}={value}')
     return '; '.join(parts)
 
@@ -230,6 +234,8 @@ def draw(seed: int) -> Model:
       num_microbatches=rng.randint(1, 5),
       donate=chance(0.5),
       forward_only=chance(0.06),
+      around=tuple(rng.choice(['', '', 'remat', 'jit']) for _ in stages) if chance(0.4) else (),
+      jit=chance(0.2),
   )
 
 
@@ -308,8 +314,14 @@ def loss_fn(model: Model, weights: Any, mb: Any) -> tuple[Any, Any]:
     for src, dst, through in model.skips:
       if dst == s:
         x = x + 0.5 * (carried if through else free)[src]
-    for i, layer in enumerate(stage):
-      x = _layer(layer, s, weights[_name(layer, s, i)], x, mb)
+
+    def run(x, s=s, stage=stage):
+      for i, layer in enumerate(stage):
+        x = _layer(layer, s, weights[_name(layer, s, i)], x, mb)
+      return x
+
+    around = model.around[s] if model.around else ''
+    x = {'': run, 'remat': jax.checkpoint(run), 'jit': jax.jit(run)}[around](x)
     metrics += [_METRICS[name](x) for at, name, _ in model.metrics if at == s]
     free[s] = x
     if s == len(model.stages) - 1:
@@ -318,7 +330,7 @@ def loss_fn(model: Model, weights: Any, mb: Any) -> tuple[Any, Any]:
     last = max([dst for src, dst, through in model.skips if through and src == s], default=s)
     if last == s:
       del carried[s]
-    extra = model.yields[s]
+    extra = model.yields[s] if model.yields else ''
     if extra or carried:
       value = _EXTRAS[extra](x) if extra else ()
       tree = mpmd.pipeline_yield({'x': x, 'extra': value, 'carried': carried}, name=f'after{s}')
@@ -352,11 +364,13 @@ def make_step(model: Model) -> Any:
     kept = [m for m, (_, _, summed) in zip(metrics, model.metrics) if not summed]
     return [m for m, (_, _, summed) in zip(metrics, model.metrics) if summed], kept
 
+  whole = jax.jit(loss_fn, static_argnums=0) if model.jit else loss_fn
+
   def forward(state, batch):
     params, seen = _BEFORE[model.before](state['params'], batch)
 
     def fn(mb):
-      loss, (weight, metrics) = loss_fn(model, {**params, **state['fixed']}, mb)
+      loss, (weight, metrics) = whole(model, {**params, **state['fixed']}, mb)
       summed, stacked = split(metrics)
       return (weight, summed), (loss, stacked)
 
@@ -367,7 +381,7 @@ def make_step(model: Model) -> Any:
 
     def grads_fn(mb):
       def loss(params):
-        return loss_fn(model, {**params, **state['fixed']}, mb)
+        return whole(model, {**params, **state['fixed']}, mb)
 
       (value, (weight, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(before)
       summed, stacked = split(metrics)
