@@ -176,24 +176,22 @@ class _Chunks:
   def __init__(self):
     self._aux_losses: Any = None
     self._summaries: Any = None
-    self._whole: Any = None
+    self._before: VarTree = {}
     self._updated: list[Any] = []
 
   def enter(self, variables: VarTree, start: int, limit: int) -> VarTree:
     """The variables of the repeats [start, limit) of the stacked ones."""
-    if self._whole is None:
-      self._whole = variables.get(NON_TRAINABLE)
-    view = {}
-    for name, tree in variables.items():
-      if name in (AUX_LOSS, SUMMARIES, base_layer.INTERMEDIATES):
-        continue  # what earlier chunks added isn't this chunk's business
-      tree = self._whole if name == NON_TRAINABLE else tree
-      view[name] = _slice(tree, start, limit)
-    return view
+    added = (AUX_LOSS, SUMMARIES, base_layer.INTERMEDIATES)
+    if not self._before:
+      self._before = {name: tree for name, tree in variables.items() if name not in added}
+    return {
+        name: jax.tree_util.tree_map(lambda v: jax.lax.slice_in_dim(v, start, limit), tree)
+        for name, tree in self._before.items()
+    }
 
   def leave(self, variables: VarTree, limit: int) -> VarTree:
     """The collections after the repeats up to `limit`, with those of the chunks before."""
-    out = dict(variables)
+    out = {name: self._before.get(name, tree) for name, tree in variables.items()}
     if AUX_LOSS in out:
       if self._aux_losses is not None:
         out[AUX_LOSS] = jax.tree_util.tree_map(jnp.add, self._aux_losses, out[AUX_LOSS])
@@ -209,15 +207,13 @@ class _Chunks:
         )
       self._summaries = out[SUMMARIES]
     if NON_TRAINABLE in out:
-      self._updated.append(out[NON_TRAINABLE])
+      self._updated.append(variables[NON_TRAINABLE])
       out[NON_TRAINABLE] = jax.tree_util.tree_map(
-          lambda whole, *pieces: _join(pieces, whole, limit), self._whole, *self._updated
+          lambda whole, *pieces: _join(pieces, whole, limit),
+          self._before[NON_TRAINABLE],
+          *self._updated,
       )
     return out
-
-
-def _slice(tree: Any, start: int, limit: int) -> Any:
-  return jax.tree_util.tree_map(lambda v: jax.lax.slice_in_dim(v, start, limit), tree)
 
 
 def _join(pieces: Sequence[Any], whole: Any, limit: int) -> Any:
