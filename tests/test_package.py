@@ -7,43 +7,71 @@ import re
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+import pytest
 import tomli
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PROJECT = tomli.loads((REPOSITORY / 'pyproject.toml').read_text())
-LOCK_LINES = [
-    line
-    for line in (REPOSITORY / 'requirements.lock').read_text().splitlines()
-    if line and not line.startswith('#')
-]
+# Lock -> the Pythons it is for.
+LOCKS = {
+    'requirements.lock': ['3.10'],
+    'requirements-core-latest.lock': ['3.11', '3.12', '3.13'],
+}
 
 
-def locked() -> dict[str, str]:
-  """Returns {package: version} of the lock."""
-  return {canonicalize_name(line.split('==')[0]): line.split('==')[1] for line in LOCK_LINES}
+def lines(lock: str) -> list[str]:
+  text = (REPOSITORY / lock).read_text()
+  return [line for line in text.splitlines() if line and not line.startswith('#')]
 
 
-def test_lock_is_pinned_and_names_no_registry():
-  """Each line is name==version: no index, no URL, no marker, nothing twice."""
-  assert LOCK_LINES
-  assert not [x for x in LOCK_LINES if not re.fullmatch(r'[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+', x)]
-  assert len(locked()) == len(LOCK_LINES)
-  assert '://' not in (REPOSITORY / 'requirements.lock').read_text()
+def environment(python: str) -> dict[str, str]:
+  return {'python_version': python, 'python_full_version': f'{python}.0', 'extra': ''}
 
 
-def test_lock_holds_what_the_package_asks_for():
+def locked(lock: str = 'requirements.lock', python: str = '3.10') -> dict[str, str]:
+  """Returns {package: version} of a lock, as a Python installs it."""
+  out = {}
+  for line in lines(lock):
+    requirement = Requirement(line)
+    if requirement.marker is None or requirement.marker.evaluate(environment(python)):
+      name = canonicalize_name(requirement.name)
+      assert name not in out, f'{name} twice'
+      out[name] = str(requirement.specifier).removeprefix('==')
+  return out
+
+
+@pytest.mark.parametrize('lock', LOCKS)
+def test_lock_is_pinned_and_names_no_registry(lock):
+  """Each line is name==version, in the lock for several Pythons with a marker: no index, no URL."""
+  pin = r'[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+'
+  if len(LOCKS[lock]) > 1:
+    pin += r"( ; (python_full_version|sys_platform) [<>=]+ '[a-z0-9.*]+')?"
+  assert lines(lock)
+  assert not [x for x in lines(lock) if not re.fullmatch(pin, x)]
+  assert '://' not in (REPOSITORY / lock).read_text()
+
+
+@pytest.mark.parametrize('lock, python', [(x, y) for x, ys in LOCKS.items() for y in ys])
+def test_lock_holds_what_the_package_asks_for(lock, python):
   """Every direct requirement, the development ones too, is met by the lock."""
   project = PROJECT['project']
-  texts = project['dependencies'] + project['optional-dependencies']['dev']
-  versions = locked()
+  asked = map(Requirement, project['dependencies'] + project['optional-dependencies']['dev'])
+  versions = locked(lock, python)
   unmet = [
-      text
-      for text in texts
-      if not Requirement(text).specifier.contains(
-          versions.get(canonicalize_name(Requirement(text).name), '0'), prereleases=True
-      )
+      str(x)
+      for x in asked
+      if x.marker is None or x.marker.evaluate(environment(python))
+      if not x.specifier.contains(versions.get(canonicalize_name(x.name), '0'), prereleases=True)
   ]
   assert unmet == []
+
+
+@pytest.mark.parametrize('python', LOCKS['requirements-core-latest.lock'])
+def test_the_core_s_lock_has_no_pax(python):
+  """Neither Pax nor TensorFlow, and a JAX with its own jaxlib."""
+  versions = locked('requirements-core-latest.lock', python)
+  assert not {'paxml', 'praxis', 'tensorflow', 'tensorflow-cpu', 'lingvo'} & versions.keys()
+  assert versions['jaxlib'] == versions['jax'] != locked()['jax']
 
 
 def test_lock_holds_one_provider_of_each_module():
