@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_pax_is_there_or_asked_for():
-  """`import pax_mpmd.pax` gets as far as Pax itself, or ends in one error that says what is needed."""
+  """`import pax_mpmd.pax` gets as far as Pax, or ends in one error that says what is needed."""
   code = (
       'import sys\n'
       'sys.modules["praxis"] = sys.modules["paxml"] = None\n'  # so that nothing big is loaded
