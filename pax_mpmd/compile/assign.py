@@ -130,6 +130,15 @@ def assign(
       total += size
     return total
 
+  def belongs_later(eqn: Any, segment: int, used: list[set[int]], first_use: int) -> bool:
+    """Whether another stage is the first to use `eqn`, and gets fewer bytes if it runs it."""
+    if segment >= segments.num_stages or first_use == end or first_use % 2:
+      return False  # W hands nothing to other stages
+    if segments.stage(first_use // 2) == segment:
+      return False
+    sent = sum(nbytes(v.aval) for v, slots in zip(eqn.outvars, used) if slots)
+    return bytes_to_make(eqn, first_use) < sent
+
   def put(eqn: Any, slot: int) -> None:
     eqns.append(eqn)
     slots.append(slot)
@@ -152,11 +161,9 @@ def assign(
     used = [uses.get(v, set()) for v in eqn.outvars]
     segment = _segment(eqn, segments, any(v in needed for v in eqn.outvars), used)
     first_use = min((slot for slots in used for slot in slots), default=end)
-    if segment < segments.num_stages and 2 * segment < first_use < end and first_use % 2 == 0:
-      sent = sum(nbytes(v.aval) for v, slots in zip(eqn.outvars, used) if slots)
-      if bytes_to_make(eqn, first_use) < sent:
-        put(eqn, first_use)
-        continue
+    if belongs_later(eqn, segment, used, first_use):
+      put(eqn, first_use)
+      continue
     if segment < segments.num_stages or segments.stage(segment) not in split_stages:
       put(eqn, 2 * segment)
       continue

@@ -3,8 +3,8 @@
 An equation with a large operand runs where that operand lives: that actor is its home. Homes start
 at the loop's operands and results and spread along the equations, back and forth, until nothing
 changes; that takes optimizer moments to their parameters. Everything else (scalars, learning
-rates, the batch's reshapes, constants) has no home and runs wherever its result is asked for:
-repeating it is cheaper than a message.
+rates, the batch's reshapes, constants and masks made of them) has no home and runs wherever its
+result is asked for: repeating it is cheaper than a message.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from pax_mpmd.compile import jax_compat as jc
 from pax_mpmd.compile.partition import CutLoop
+from pax_mpmd.compile.primitives import HEAVY
 from pax_mpmd.compile.program import OperandKind
 from pax_mpmd.compile.trace import loop_of
 
@@ -33,6 +34,7 @@ class Outer:
   Attributes:
     jaxpr: the step.
     constants: its constants, which every program can have.
+    light: what light equations make of constants and small values, however large it is.
     eqns: the equations before and after the loop, with those hoisted out of it.
     producer: per variable the index of the equation that makes it.
     task_reads: per variable the actors whose tasks read it, ascending.
@@ -45,6 +47,7 @@ class Outer:
 
   jaxpr: Any
   constants: frozenset[Any]
+  light: frozenset[Any]
   eqns: Sequence[Any]
   producer: Mapping[Any, int]
   task_reads: Mapping[Any, Sequence[int]]
@@ -87,6 +90,7 @@ def outer_of(
   return Outer(
       jaxpr=jaxpr,
       constants=frozenset(jaxpr.constvars),
+      light=_light(eqns, frozenset(jaxpr.constvars)),
       eqns=eqns,
       producer={v: i for i, e in enumerate(eqns) for v in e.outvars},
       task_reads={v: sorted(actors) for v, actors in task_reads.items()},
@@ -154,7 +158,20 @@ def _size(v: Any) -> int:
 
 
 def _is_large(outer: Outer, atom: Any) -> bool:
-  return not outer.is_constant(atom) and _size(atom) > _SMALL_ELEMENTS
+  if outer.is_constant(atom) or atom in outer.light:
+    return False
+  return _size(atom) > _SMALL_ELEMENTS
+
+
+def _light(eqns: Sequence[Any], constants: frozenset[Any]) -> frozenset[Any]:
+  light = set(constants)
+  for eqn in eqns:
+    if eqn.primitive.name not in HEAVY and all(
+        isinstance(x, jc.Literal) or x in light or _size(x) <= _SMALL_ELEMENTS
+        for x in eqn.invars
+    ):
+      light.update(eqn.outvars)
+  return frozenset(light - constants)
 
 
 def _carry_zeros(cut: CutLoop) -> tuple[list[Any], list[Any]]:

@@ -127,8 +127,7 @@ def _gathers(outer: Outer, homes: Homes, demand: _Demand) -> tuple[str, ...]:
     if actor is None or (i, actor) not in demand.instances:
       continue
     for v in operands:
-      there = homes.values.get(v, actor) == actor or actor in demand.holders.get(v, ())
-      if not there and nbytes(v.aval) > SMALL_BYTES:
+      if not _is_there(outer, homes, demand, v, actor) and nbytes(v.aval) > SMALL_BYTES:
         key = (actor, eqn.primitive.name, jc.source_of(eqn))
         sent.setdefault(key, {})[v] = nbytes(v.aval)
   return tuple(
@@ -142,6 +141,16 @@ def _source(outer: Outer, homes: Homes, v: Any, actor: int) -> Instance | None:
   """The instance that `actor` gets `v` from; None if no equation makes it."""
   i = outer.producer.get(v) if isinstance(v, jc.Var) else None
   return None if i is None else (i, homes.equations.get(i, actor))
+
+
+def _is_there(outer: Outer, homes: Homes, demand: _Demand, atom: Any, actor: int) -> bool:
+  """Whether `actor` has the value without being sent it."""
+  if outer.is_constant(atom):
+    return True
+  if atom in outer.carry_of:
+    return outer.carry_of[atom] == actor
+  source = _source(outer, homes, atom, actor)
+  return actor in demand.holders[atom] if source is None else source[1] == actor
 
 
 def _demand(outer: Outer, homes: Homes, needs: Sequence[Need]) -> _Demand:
@@ -215,18 +224,13 @@ def _levels(outer: Outer, homes: Homes, demand: _Demand) -> dict[Instance, int]:
   """Per instance how many messages, one after the other, come before it."""
   level: dict[Instance, int] = {}
 
-  def there(x: Any, actor: int) -> int:
-    if outer.is_constant(x):
-      return 0
-    if x in outer.carry_of:
-      return int(outer.carry_of[x] != actor)
+  def arrives(x: Any, actor: int) -> int:
     source = _source(outer, homes, x, actor)
-    if source is None:
-      return int(actor not in demand.holders[x])
-    return level[source] + int(source[1] != actor)
+    made = level[source] if source is not None else 0
+    return made + int(not _is_there(outer, homes, demand, x, actor))
 
   for i, actor in sorted(demand.instances):
-    level[i, actor] = max((there(x, actor) for x in outer.eqns[i].invars), default=0)
+    level[i, actor] = max((arrives(x, actor) for x in outer.eqns[i].invars), default=0)
   return level
 
 

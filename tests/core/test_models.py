@@ -410,7 +410,17 @@ def test_what_is_gathered_is_logged(caplog):
     oracle.check(fn, ws, batch)
   (line,) = {record.getMessage() for record in caplog.records}
   assert 'concatenate at' in line and 'test_models.py' in line and f'{2 * 4 * 1600} bytes' in line
-  caplog.clear()
-  with caplog.at_level(logging.WARNING, logger='pax_mpmd'):
-    oracle.check(toy.train_step(loss_of), ws, batch)
-  assert not caplog.records
+
+
+def test_what_each_actor_makes_by_itself_is_not_logged():
+  """Large constants, masks and scalars of stacked weights need no transfer, and no log line."""
+
+  def fn(w, batch):
+    grads, losses = accumulate(w, batch, lambda w, mb: loss_of([w[s] for s in range(3)], mb))
+    grads = jnp.nan_to_num(grads, nan=jnp.nan, posinf=jnp.nan) * jnp.tri(40)
+    return w - 0.1 * grads / jnp.linalg.norm(grads), losses
+
+  batch = {k: np.ones((2, 2, 40), np.float32) for k in 'xy'}
+  schedule = mpmd.schedules.OneFOneB(num_stages=3)
+  step = mpmd.mpmd_jit(fn, schedule=schedule, runtime=mpmd.LocalRuntime())
+  assert step.plan(normal(3, 40, 40), batch).notes == ()
