@@ -1,4 +1,4 @@
-"""Small pipelined experiments for the tests that compare runs with Pax's own SPMD pipelining."""
+"""Small experiments for the tests that compare runs with stock Pax, pipelined by it or not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from paxml import tasks_lib
 from praxis import base_input
 from praxis import pax_fiddle
 
+from configs import stdlib_flat
 from configs import stdlib_lm
 
 
@@ -95,3 +96,40 @@ class TwoKindsOfMicrobatches(TinyPipelined):
 
   NUM_MICROBATCHES = 8
   MICROBATCH_SIZE = 2
+
+
+@experiment_registry.register
+class TinyFlat(stdlib_flat.StdlibLmFlat):
+  """6 steps of 5 repeated layers, not pipelined, on 16 packed rows; saves after steps 3 and 6."""
+
+  NUM_LAYERS = 5
+  MODEL_DIMS = 32
+  HIDDEN_DIMS = MODEL_DIMS * 4
+  DIMS_PER_HEAD = 8
+  MAX_SEQ_LEN = 32
+  PERCORE_BATCH_SIZE = 16
+
+  TRAIN_STEPS = 6
+  LAST_STEP = TRAIN_STEPS
+  WARMUP_STEPS = 2
+
+  SUMMARY_INTERVAL_STEPS = 1
+  CHECKPOINT_EVERY_N_STEPS = 3
+  EVAL_INTERVAL_STEPS = 6
+
+  def task(self) -> pax_fiddle.Config[tasks_lib.SingleTask]:
+    """Returns the task parameters, with an earlier end."""
+    task_p = super().task()
+    task_p.train.num_train_steps = self.LAST_STEP
+    return task_p
+
+  def datasets(self) -> list[pax_fiddle.Config[base_input.BaseInput]]:
+    """Returns the training input alone."""
+    return [self._dataset_common(is_training=True)]
+
+
+@experiment_registry.register
+class TinyFlatTo3(TinyFlat):
+  """TinyFlat up to step 3, with the learning rates of all 6."""
+
+  LAST_STEP = 3
