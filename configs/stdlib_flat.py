@@ -43,7 +43,7 @@ class StdlibLmFlat(model_params.TransformerLmSpmdAdafactor, stdlib_lm.StdlibData
   WEIGHT_DECAY = 1e-3
 
   EVAL_INTERVAL_STEPS = 40
-  CHECKPOINT_EVERY_N_STEPS = 40
+  CHECKPOINT_EVERY_N_STEPS = 20
   SUMMARY_INTERVAL_STEPS = 5
 
   def task(self) -> pax_fiddle.Config[tasks_lib.SingleTask]:

@@ -124,7 +124,7 @@ class StdlibConvolutions(stdlib_lm.StdlibDataset):
     model_params.set_default_adam(task_p, 2e-3, 0.0, warmup_steps=20, decay_start=21)
     task_p.train.learner.loss_name = 'loss'
     task_p.train.num_train_steps = self.TRAIN_STEPS
-    task_p.train.save_interval_steps = 40
+    task_p.train.save_interval_steps = 20
     task_p.train.summary_interval_steps = 5
     task_p.train.eval_interval_steps = 40
     task_p.train.eval_skip_train = True

@@ -11,13 +11,16 @@ With --mpmd:
   --mpmd_runtime=ray      ray (a process for each actor) or local (threads of this process).
   --mpmd_dry_run          trace, plan and verify the train step, print it, and start nothing.
   --mpmd_num_stages=N, --mpmd_num_microbatches=N
-                          for experiments that leave NUM_STAGES or NUM_MICROBATCHES unset.
+                          for experiments that have no NUM_STAGES or NUM_MICROBATCHES: its layers
+                          are cut into N stages.
 
-The experiment must be a pipelined one: NUM_STAGES, NUM_MICROBATCHES or MICROBATCH_SIZE and
-ICI_MESH_SHAPE = [NUM_STAGES, 1, 1, 1]. --exp is the full name of a registered class, such as
-configs.stdlib_lm.StdlibLm; its module is imported. With --eval_on_test the test split is
-evaluated every EVAL_INTERVAL_STEPS, as in paxml.main. The same command again goes on from the last
-checkpoint. Ctrl-C ends after the step in progress, with a checkpoint.
+A pipelined experiment (NUM_STAGES, NUM_MICROBATCHES or MICROBATCH_SIZE, ICI_MESH_SHAPE =
+[NUM_STAGES, 1, 1, 1]) says how it is cut; any other over a stack of Transformer layers, or a model
+with pipeline_yield calls of its own, needs the two flags and ICI_MESH_SHAPE = [1, 1, 1]. --exp is
+the full name of a registered class, such as configs.stdlib_lm.StdlibLm; its module is imported.
+With --eval_on_test the test split is evaluated every EVAL_INTERVAL_STEPS, as in paxml.main. The
+same command again goes on from the last checkpoint. Ctrl-C ends after the step in progress, with a
+checkpoint.
 
 --helpfull shows Pax's flags too.
 """

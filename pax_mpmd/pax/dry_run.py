@@ -11,6 +11,7 @@ from praxis import base_hyperparams
 
 from pax_mpmd import schedules
 from pax_mpmd.pax import mixin
+from pax_mpmd.pax import stacks
 from pax_mpmd.pax import status as status_lib
 
 __all__ = ['dry_run']
@@ -45,6 +46,9 @@ def dry_run(experiment: mixin.MpmdPipelineMixin) -> Any:
   schedule = partitioner.backend.schedule
   batch_size = jax.tree_util.tree_leaves(specs)[0].shape[0]
   num_microbatches = partitioner.pipeline.microbatching.count(batch_size)
+  layers = stacks.describe(experiment.task())
+  if layers is not None:
+    say(layers)
   print(schedules.format_grid(schedule, num_microbatches))
   simulation = schedules.simulate(schedule, num_microbatches)
   say(f'{num_microbatches} microbatches; bubble {simulation.bubble_fraction:.0%} at unit costs')

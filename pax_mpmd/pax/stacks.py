@@ -16,6 +16,7 @@ from flax import linen as nn
 import jax
 from jax import numpy as jnp
 from praxis import base_layer
+from praxis import pax_fiddle
 from praxis import pytypes
 from praxis.layers import checkpoint_policy
 from praxis.layers import repeats
@@ -24,7 +25,7 @@ from praxis.layers import transformers
 from pax_mpmd.compile import marks
 from pax_mpmd.pax import layer
 
-__all__ = ['MpmdStackedTransformer', 'MpmdStackedTransformerRepeated', 'chunk_bounds']
+__all__ = ['MpmdStackedTransformer', 'MpmdStackedTransformerRepeated', 'chunk_bounds', 'describe']
 
 AUX_LOSS = base_layer.AUX_LOSS
 NON_TRAINABLE = base_layer.NON_TRAINABLE
@@ -43,6 +44,22 @@ def chunk_bounds(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...
   size, rest = divmod(num_layers, num_stages)
   cuts = [stage * size + min(stage, rest) for stage in range(num_stages + 1)]
   return tuple(itertools.pairwise(cuts))
+
+
+def describe(task: Any) -> str | None:
+  """How many layers each stage of a task's stack has, in words; None if no stack was cut.
+
+  Args:
+    task: config of a `tasks_lib.SingleTask`.
+  """
+  stack = getattr(getattr(task.model, 'lm_tpl', None), 'stacked_transformer_tpl', None)
+  cls = None if stack is None else pax_fiddle.get_callable(stack)
+  fields = {MpmdStackedTransformer: 'num_layers', MpmdStackedTransformerRepeated: 'x_times'}
+  if cls not in fields:
+    return None
+  num_layers = getattr(stack, fields[cls])
+  sizes = [b - a for a, b in chunk_bounds(num_layers, stack.num_stages)]
+  return f'{num_layers} layers in stages of {", ".join(map(str, sizes))}'
 
 
 class MpmdStackedTransformer(transformers.StackedTransformer):
