@@ -19,7 +19,7 @@ from pax_mpmd.pax import stacks
     ],
 )
 def test_flags_cut_it(module, name: str, layers: str | None):
-  """In four stages and eight microbatches, with the layers dealt out or by the model's own marks."""
+  """In four stages and eight microbatches: the layers dealt out, or by the model's own marks."""
   experiment = experiment_registry.get(f'{module.__name__}.{name}')
   experiment = launch.mpmd_experiment(experiment, num_stages=4, num_microbatches=8)()
   pipeline = experiment.mpmd_pipeline()
