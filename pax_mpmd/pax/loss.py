@@ -11,21 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
+from clu import metrics as clu_metrics_lib
 import jax
 from jax import numpy as jnp
 import numpy as np
 from paxml import learners
 from paxml import sgf
 from paxml import trainer_lib
-from praxis import base_layer
 
 from pax_mpmd import errors
-from pax_mpmd.compile import jax_compat
 from pax_mpmd.compile import marks
 from pax_mpmd.pax import layer
 from pax_mpmd.pax import microbatches
+from pax_mpmd.pax import outputs as outputs_lib
+from pax_mpmd.pax import updates
 
 __all__ = ['ScalarRules', 'find_rules', 'make_grad_fn', 'safe_divide', 'weighted']
 
@@ -137,34 +139,19 @@ def find_rules(loss_key: str | None, scalars_fn: Callable[..., Any], *args: Any)
         ' (task.loss_aggregator) with one of them as its loss_key.'
     )
   leaves = jax.tree_util.tree_leaves(args)
-  unit = frozenset(name for i, name in enumerate(names) if _is_one(closed, i))
+  unit = frozenset(
+      name for i, name in enumerate(names) if _is_one(outputs_lib.constant_output(closed, i))
+  )
   total = None
   if has_aux_losses:
     total = 1.0
     if loss_key not in unit:
-      total = _eval_output(closed, names.index(loss_key), leaves)
+      total = outputs_lib.eval_output(closed, names.index(loss_key), leaves)
   return ScalarRules(loss_key, unit, total)
 
 
-def _eval_output(closed, i, leaves):
-  """Result i of a jaxpr, without computing what it doesn't need."""
-  jaxpr, used = _only_output(closed, i)
-  needed = [x for x, u in zip(leaves, used) if u]
-  return jax_compat.eval_jaxpr(jaxpr, closed.consts, *needed)[0]
-
-
-def _is_one(closed, i) -> bool:
-  jaxpr, used = _only_output(closed, i)
-  if any(used) or jaxpr.constvars:
-    return False
-  with jax.ensure_compile_time_eval():
-    value = jax_compat.eval_jaxpr(jaxpr, ())[0]
-  return bool(np.all(np.asarray(value) == 1))
-
-
-def _only_output(closed, i):
-  used_outputs = [j == i for j in range(len(closed.jaxpr.outvars))]
-  return jax_compat.dce(closed.jaxpr, used_outputs, instantiate=False)
+def _is_one(value: np.ndarray | None) -> bool:
+  return value is not None and bool(np.all(value == 1))
 
 
 def safe_divide(x: Any, y: Any) -> Any:
@@ -194,13 +181,17 @@ def numeric_summaries(summaries: dict[str, Any]) -> dict[str, Any]:
   return {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.number)}
 
 
-def check_no_clu_metrics(clu_metrics: Any) -> None:
-  """Raises ConfigError where the model returns clu metrics instead of weighted scalars."""
-  if clu_metrics:
-    raise errors.ConfigError(
-        f'The model returns clu metrics {sorted(clu_metrics)} from compute_loss; pax_mpmd combines'
-        ' only weighted scalars, (value, weight) pairs, over microbatches. Return pairs.'
-    )
+def merge_clu_metrics(stacked: dict[str, Any], streams: int = 1) -> dict[str, Any]:
+  """clu metrics of a batch from those of its microbatches, stacked along a new leading axis.
+
+  Metrics that collect values of examples get them in the order of the batch.
+  """
+  return {
+      name: microbatches.merge_microbatches(metric, streams)
+      if isinstance(metric, clu_metrics_lib.CollectingMetric)
+      else metric.reduce()
+      for name, metric in stacked.items()
+  }
 
 
 def make_grad_fn(
@@ -225,12 +216,6 @@ def make_grad_fn(
       inputs: Any,
       prng_key: Any,
   ) -> tuple[tuple[Any, sgf.GradAuxInfo], Any]:
-    if learner.stochastic_gradient is not None:
-      raise errors.ConfigError(
-          'learner.stochastic_gradient is set to'
-          f' {type(learner.stochastic_gradient).__name__}; per-example gradients are not supported'
-          ' with MPMD pipelining. Leave learner.stochastic_gradient None.'
-      )
     batch_size = jax.tree_util.tree_leaves(inputs)[0].shape[0]
     num_microbatches = microbatching.count(batch_size)
     rules = find_rules(
@@ -240,14 +225,16 @@ def make_grad_fn(
         inputs,
         prng_key,
     )
-    run = _Loop(
-        loss_fn,
-        learner,
+    update_rules = updates.find_update_rules(
+        lambda *args: loss_fn(*args)[1].aux_info[2],
         mdl_vars,
+        inputs,
+        prng_key,
         var_weight_hparams,
-        rules,
         num_microbatches,
-        microbatching.streams,
+    )
+    run = _Loop(
+        loss_fn, learner, mdl_vars, rules, update_rules, num_microbatches, microbatching.streams
     )
     return run(inputs, prng_key)
 
@@ -258,18 +245,18 @@ class _Loop:
   """One microbatch loop of a train step."""
 
   def __init__(
-      self, loss_fn, learner, mdl_vars, var_weight_hparams, rules, num_microbatches, streams
+      self, loss_fn, learner, mdl_vars, rules, update_rules, num_microbatches, streams
   ):
     self._loss_fn = loss_fn
     self._learner = learner
     self._mdl_vars = mdl_vars
-    self._var_weight_hparams = var_weight_hparams
     self._rules = rules
+    self._update_rules = update_rules
     self._num_microbatches = num_microbatches
     self._streams = streams
     # Pax's own: it knows which variables take no gradient and what they get in its place.
     self._grad_fn = trainer_lib._get_default_grad_fn(  # pylint: disable=protected-access
-        *trainer_lib.get_excluded_var_masks(var_weight_hparams, learner)
+        *trainer_lib.get_excluded_var_masks(update_rules.var_weight_hparams, learner)
     )
 
   def __call__(self, inputs, prng_key):
@@ -278,38 +265,39 @@ class _Loop:
         inputs=microbatches.split_batch(inputs, m, self._streams),
         prng_key=jax.random.split(prng_key, m),
     )
+    if self._update_rules.decays:
+      batch['index'] = jnp.arange(m, dtype=jnp.int32)
 
     def microbatch_fn(microbatch):
-      (_, (sums, per_example_out)), grads = self._grad_fn(
-          loss_fn=self._objective,
+      (_, (sums, outputs)), grads = self._grad_fn(
+          loss_fn=functools.partial(self._objective, microbatch.get('index')),
           learner=self._learner,
           mdl_vars=self._mdl_vars,
           inputs=without_empty_weights(microbatch['inputs']),
           prng_key=microbatch['prng_key'],
       )
-      return (grads, sums), per_example_out
+      return (grads, sums), outputs
 
-    (grads, sums), per_example_out = marks.accumulate_grads(microbatch_fn, batch)
+    (grads, sums), (per_example_out, clu_metrics) = marks.accumulate_grads(microbatch_fn, batch)
     weight = sums['weight']
     grads = jax.tree_util.tree_map(lambda g: safe_divide(g, weight.astype(g.dtype)), grads)
     loss = safe_divide(sums['main'], weight) + sums['aux_loss'] / m
     aux_info = (
         loss,
         self._rules.combine(sums['scalars'], m),
-        self._merge_updates(sums['updates']),
+        self._update_rules.combine(sums['updates'], self._mdl_vars),
         mean_summaries(sums['summaries'], m),
         microbatches.merge_microbatches(per_example_out, self._streams),
-        {},
+        merge_clu_metrics(clu_metrics, self._streams),
     )
     return (loss, sgf.GradAuxInfo(loss_weight=weight, aux_info=aux_info)), grads
 
-  def _objective(self, mdl_vars, inputs, prng_key):
+  def _objective(self, index, mdl_vars, inputs, prng_key):
     """W_i loss_i (and the share of auxiliary losses) with, as aux, what the loop accumulates."""
     rules = self._rules
     with layer.collect_aux_losses() as aux_losses:
       loss, info = self._loss_fn(mdl_vars, inputs, prng_key)
     _, scalars, updated_vars, summaries, per_example_out, clu_metrics = info.aux_info
-    check_no_clu_metrics(clu_metrics)
     weight = jnp.asarray(jax.lax.stop_gradient(scalars[rules.loss_key][1]), loss.dtype)
     aux_loss = sum(aux_losses, jnp.zeros((), loss.dtype))
     objective = weighted(loss, weight)
@@ -324,39 +312,6 @@ class _Loop:
         weight=weight,
         scalars=rules.sums_of(scalars, aux_loss),
         summaries=numeric_summaries(summaries),
-        updates=self._updates(updated_vars),
+        updates=self._update_rules.sums_of(updated_vars, self._mdl_vars, index),
     )
-    return objective, (sums, per_example_out)
-
-  def _updates(self, updated_vars):
-    """Changes of the variables that the forward pass updates (moving averages, counters)."""
-    return {
-        collection: jax.tree_util.tree_map(
-            lambda new, old: _difference(new, old), tree, self._mdl_vars[collection]
-        )
-        for collection, tree in updated_vars.items()
-        if collection in self._mdl_vars
-    }
-
-  def _merge_updates(self, updates):
-    """Pax's rule for replicas of a batch: changes are averaged or, for counters, added."""
-
-    def merge(delta, old, hparams):
-      if base_layer.var_requires_mean_sync(hparams):
-        mean = delta / self._num_microbatches
-        delta = jnp.round(mean) if jnp.issubdtype(old.dtype, jnp.integer) else mean
-      new = old.astype(delta.dtype) + delta
-      return (new > 0.5 if old.dtype == jnp.bool_ else new).astype(old.dtype)
-
-    return {
-        collection: jax.tree_util.tree_map(
-            merge, tree, self._mdl_vars[collection], self._var_weight_hparams[collection]
-        )
-        for collection, tree in updates.items()
-    }
-
-
-def _difference(new, old):
-  if old.dtype == jnp.bool_:
-    return new.astype(jnp.float32) - old.astype(jnp.float32)
-  return new - old
+    return objective, (sums, (per_example_out, clu_metrics))

@@ -76,7 +76,7 @@ def make_eval_step(
         inputs=microbatches.split_batch(inputs, m, microbatching.streams),
         prng_key=jax.random.split(prng_key, m),
     )
-    sums, per_example_out = marks.accumulate_grads(
+    sums, (per_example_out, clu_metrics) = marks.accumulate_grads(
         functools.partial(_eval_microbatch, functools.partial(evaluate, state), rules), batch
     )
     output = trainer_lib.StepFnOutput(
@@ -84,7 +84,7 @@ def make_eval_step(
         weighted_scalars=rules.combine(sums['scalars'], m),
         per_example_out=microbatches.merge_microbatches(per_example_out, microbatching.streams),
         summary_tensors=loss_lib.mean_summaries(sums['summaries'], m),
-        clu_metrics={},
+        clu_metrics=loss_lib.merge_clu_metrics(clu_metrics, microbatching.streams),
     )
     return None, output
 
@@ -94,7 +94,6 @@ def make_eval_step(
 def _eval_microbatch(evaluate, rules, microbatch):
   with layer.collect_aux_losses() as aux_losses:
     out = evaluate(microbatch['prng_key'], microbatch['inputs'])
-  loss_lib.check_no_clu_metrics(out.clu_metrics)
   weight = jnp.asarray(out.weighted_scalars[rules.loss_key][1], out.loss.dtype)
   aux_loss = sum(aux_losses, jnp.zeros((), out.loss.dtype))
   sums = dict(
@@ -104,4 +103,4 @@ def _eval_microbatch(evaluate, rules, microbatch):
       scalars=rules.sums_of(out.weighted_scalars, aux_loss),
       summaries=loss_lib.numeric_summaries(out.summary_tensors),
   )
-  return sums, out.per_example_out
+  return sums, (out.per_example_out, out.clu_metrics)
