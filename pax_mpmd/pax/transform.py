@@ -7,6 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
+from jax import numpy as jnp
 from paxml.tasks.lm import model_params
 from praxis import pax_fiddle
 from praxis.layers import transformers
@@ -88,6 +89,7 @@ def mpmd_task(
   Raises:
     ConfigError: if MPMD execution doesn't support the task; names the field.
   """
+  _check_learner(task)
   old = find_pipeline(task)
   if old is None:
     return _cut_task(task, num_stages, num_microbatches, microbatch_size)
@@ -148,6 +150,17 @@ def _cut_task(
   )
 
 
+def _check_learner(task: Any) -> None:
+  stochastic = getattr(task.train.learner, 'stochastic_gradient', None)
+  if stochastic is not None:
+    cls = _cls(stochastic) if isinstance(stochastic, pax_fiddle.Config) else type(stochastic)
+    raise errors.ConfigError(
+        f'train.learner.stochastic_gradient is a {cls.__name__}; gradients of single examples are'
+        ' not supported with MPMD pipelining, which sums them over microbatches. Set'
+        ' stochastic_gradient = None.'
+    )
+
+
 def check(task: Any, pipe: Any) -> PipelineConfig:
   """Checks a pipelined task; see `mpmd_task`."""
   ranks = pipe.num_pipeline_stages
@@ -176,6 +189,14 @@ def check(task: Any, pipe: Any) -> PipelineConfig:
         f'The mesh axis {stage_axis!r} has {mesh.get(stage_axis, 1)} devices but NUM_STAGES is'
         f' {ranks}. Set ICI_MESH_SHAPE = [{ranks}, 1, 1, 1].'
     )
+  if pipe.bf16_accum_in_fp32 and task.model.dtype == jnp.bfloat16:
+    raise errors.ConfigError(
+        'bf16_accum_in_fp32 = True of the pipeline layer, with variables in bfloat16 (dtype of the'
+        ' model): MPMD sums gradients in the type of the variables. Set task.model.dtype ='
+        ' jnp.float32 (fprop_dtype may stay bfloat16, and sums are then float32), or'
+        ' bf16_accum_in_fp32 = False.'
+    )
+  unpipelined.check_same_per_microbatch(task, microbatching, stages=pipe.pipeline_stage)
   return PipelineConfig(
       num_ranks=ranks,
       circular_repeat=pipe.circular_repeat,

@@ -134,37 +134,48 @@ def check_mesh(task: Any, mesh: dict[str, int]) -> None:
       )
 
 
-def check_same_per_microbatch(task: Any, microbatching: microbatches.Microbatching) -> None:
-  """Checks that microbatches give what the whole batch gives without them.
+def check_same_per_microbatch(
+    task: Any, microbatching: microbatches.Microbatching, stages: Any = None
+) -> None:
+  """Checks that microbatches give what Pax computes of the whole batch.
+
+  Args:
+    task: config of a `tasks_lib.SingleTask`.
+    microbatching: how a batch is split.
+    stages: config of what Pax too runs in microbatches, a pipeline's stage; it is not checked.
 
   Raises:
     ConfigError: a layer of the model mixes the examples of a batch; names it.
   """
   if microbatching.num_microbatches == 1:
     return
-  for path, config in _configs(task.model, 'task.model'):
+  advice = (
+      'make the model a pipelined one (PipelinedTransformer), which Pax too runs in microbatches'
+      if stages is None
+      else 'put it into the pipeline_stage'
+  )
+  for path, config in _configs(task.model, 'task.model', stages):
     cls = pax_fiddle.get_callable(config)
     for known, does in _MIXING_EXAMPLES.items():
       if isinstance(cls, type) and issubclass(cls, known):
         raise errors.ConfigError(
             f'{path} is a {cls.__name__}, which {does}. In microbatches it would compute something'
             ' else than this experiment does without --mpmd. Set NUM_MICROBATCHES=1'
-            ' (--mpmd_num_microbatches=1), leave the layer out, or make the model a pipelined one'
-            ' (PipelinedTransformer), which Pax too runs in microbatches.'
+            f' (--mpmd_num_microbatches=1), leave the layer out, or {advice}.'
         )
 
 
-def _configs(config: Any, path: str) -> Iterator[tuple[str, Any]]:
-  """All configs that take part in a model, with their paths."""
+def _configs(config: Any, path: str, but: Any) -> Iterator[tuple[str, Any]]:
+  """All configs that take part in a model, with their paths, except for those in `but`."""
   if isinstance(config, (list, tuple)):
     for i, value in enumerate(config):
-      yield from _configs(value, f'{path}[{i}]')
-  elif isinstance(config, pax_fiddle.Config):
+      yield from _configs(value, f'{path}[{i}]', but)
+  elif isinstance(config, pax_fiddle.Config) and config is not but:
     yield path, config
     for name in config.__arguments__:
       # Every stack has a template of experts, used or not.
       if name != 'moe_layer_tpl' or (config.moe_layers and config.num_experts):
-        yield from _configs(getattr(config, name), f'{path}.{name}')
+        yield from _configs(getattr(config, name), f'{path}.{name}', but)
 
 
 def check_own_yields(

@@ -30,7 +30,6 @@ _REFUSED = [
     (dict(ICI_MESH_SHAPE=None), ['ICI_MESH_SHAPE', '[4, 1, 1, 1]']),
     (dict(ICI_MESH_SHAPE=[4, 1, 2, 1]), ['ICI_MESH_SHAPE', "'data'", 'not supported yet']),
     (dict(DCN_MESH_SHAPE=[1, 1, 1, 2]), ['DCN_MESH_SHAPE', "'mdl'", 'not supported yet']),
-    (dict(STREAM_IO=True), ['STREAM_IO = False']),
 ]
 
 
