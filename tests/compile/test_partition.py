@@ -36,7 +36,8 @@ def cut_of(step, *args, num_stages=3):
   outs = steps.evaluate_around(un.jaxpr, un.consts, split_inputs(un, leaves), evaluate_loop, cut)
   # Adam's first step divides small gradients by their size, which shows how they were rounded.
   joined = join_outputs(un, outs)
-  oracle.assert_trees_close(joined, steps.expected(step, *args), rtol=1e-4, atol=3e-5)
+  # Adam divides a gradient by its own size, so where one is almost 0 it steps by rounding.
+  oracle.assert_trees_close(joined, steps.expected(step, *args), rtol=1e-4, atol=1e-4)
   return un.jaxpr, cut
 
 
