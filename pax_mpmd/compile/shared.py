@@ -139,20 +139,24 @@ class _Splitter:
     stages = dict.fromkeys(stage for parts in operands.values() for stage in parts)
     in_parts = any(isinstance(x, jc.Var) and x in self._parts for x in eqn.invars)
     if in_parts or len(stages) > 1:
-      self._parts[eqn.outvars[0]] = {
+      made = {
           stage: self._part(eqn, {i: p[stage] for i, p in operands.items() if stage in p})
           for stage in stages
       }
+      for k, v in enumerate(eqn.outvars):
+        self._parts[v] = {stage: atoms[k] for stage, atoms in made.items()}
 
-  def _part(self, eqn: Any, operands: dict[int, Any]) -> Any:
-    """What `eqn` makes of the given linear operands, where the others are zeros."""
+  def _part(self, eqn: Any, operands: dict[int, Any]) -> list[Any]:
+    """The results of `eqn` for the given linear operands, where the others are zeros."""
     if is_sum(eqn) and len(operands) == 1:
       ((i, part),) = operands.items()
       if eqn.primitive.name != 'sub' or i == 0:
-        return part
-      return _bind(self.eqns, jax.lax.neg_p, [part], part.aval, {}, eqn)
+        return [part]
+      return [_bind(self.eqns, jax.lax.neg_p, [part], part.aval, eqn)]
     invars = [operands.get(i, x) for i, x in enumerate(eqn.invars)]
-    return _bind(self.eqns, eqn.primitive, invars, eqn.outvars[0].aval, eqn.params, eqn)
+    outvars = [jc.new_var(v.aval) for v in eqn.outvars]
+    self.eqns.append(jc.new_eqn(invars, outvars, eqn.primitive, eqn.params, eqn))
+    return outvars
 
 
 def _kept_sums(body: Any, num_summed: int, segments: Segments) -> list[str]:
@@ -186,13 +190,11 @@ def _kept_sums(body: Any, num_summed: int, segments: Segments) -> list[str]:
 
 
 def _add(eqns: list[Any], x: Any, y: Any) -> Any:
-  return _bind(eqns, jax.lax.add_p, [x, y], x.aval, {})
+  return _bind(eqns, jax.lax.add_p, [x, y], x.aval)
 
 
-def _bind(
-    eqns: list[Any], primitive: Any, invars: list[Any], aval: Any, params: Any, like: Any = None
-) -> Any:
-  """Appends an equation with one result; returns its variable."""
+def _bind(eqns: list[Any], primitive: Any, invars: list[Any], aval: Any, like: Any = None) -> Any:
+  """Appends an equation with one result and no parameters; returns its variable."""
   out = jc.new_var(aval)
-  eqns.append(jc.new_eqn(invars, [out], primitive, params, like))
+  eqns.append(jc.new_eqn(invars, [out], primitive, {}, like))
   return out
