@@ -124,6 +124,10 @@ lint: env  ## Run the linter.
 bench: env  ## Compare step times with Pax's own SPMD pipelining.
 	JAX_PLATFORMS=cpu $(BIN)/python -m integration.bench_vs_spmd
 
+.PHONY: bench-size
+bench-size: env  ## Time the planning of large steps: up to 64 stages, 16 actors, 256 microbatches.
+	JAX_PLATFORMS=cpu $(BIN)/python -m integration.bench_size
+
 # The second lock is for any Python from 3.11 on; which JAX is the newest depends on it.
 LOCK := $(BIN)/uv pip compile --quiet pyproject.toml --extra dev --no-annotate \
   --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' $(UPGRADE)

@@ -20,6 +20,7 @@ SPEED_TAGS = {'Steps/sec'}
 MPMD_RUNS = {
     'gpipe-ray': ('TinyPipelined', 'gpipe', 'ray'),
     '1f1b-ray': ('TinyPipelined', '1f1b', 'ray'),
+    'zb_h1-ray': ('TinyPipelined', 'zb_h1', 'ray'),
     'gpipe-local': ('TinyPipelined', 'gpipe', 'local'),
     '1f1b-local': ('TinyPipelined', '1f1b', 'local'),
     'interleaved-ray': ('TinyCircular', None, 'ray'),
