@@ -42,6 +42,10 @@ _SENSITIVE = 0.05
 _EPSILON = float(np.finfo(np.float32).eps)
 
 
+class TooSensitive(AssertionError):
+  """The model can't tell a wrong result from a rounding error."""
+
+
 def _nudged(tree: Any, seed: int) -> Any:
   """Every finite float moved by one rounding error, up or down."""
   rng = np.random.default_rng(seed)
@@ -88,9 +92,8 @@ def assert_close(actual: Any, fn: Any, args: Any, what: str) -> None:
       response = np.max([np.abs(np.asarray(o[i])[finite] - d) for o in flat_others], axis=0)
     response = np.nan_to_num(response, nan=0.0, posinf=0.0)
     allowed = _RESPONSES * np.maximum(response, _EPSILON * np.abs(d).max())
-    assert allowed.max() <= _SENSITIVE * max(np.abs(d).max(), 1e-30), (
-        f'{name}: the model is too sensitive to rounding to tell anything'
-    )
+    if allowed.max() > _SENSITIVE * max(np.abs(d).max(), 1e-30):
+      raise TooSensitive(f'{name}: the model is too sensitive to rounding to tell anything')
     worst = np.argmax(np.abs(a - d) / np.maximum(allowed, 1e-30))
     assert (np.abs(a - d) <= allowed).all(), (
         f'{name}: {a[worst]} instead of {d[worst]}, off by {abs(a - d)[worst]:.2e} where'
@@ -255,7 +258,9 @@ def main() -> None:
   for seed in range(first, last):
     model, phases = draw(seed), choices[seed % len(choices)]
     text = failure(model, phases)
-    if text:
+    if text and TooSensitive.__name__ in text:
+      print(f'too sensitive to rounding, so not checked: {model}', flush=True)
+    elif text:
       failed.append(seed)
       print(f'FAILED ({phases}) {model}\n{text}', flush=True)
       if options.shrink:
