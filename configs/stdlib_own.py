@@ -115,6 +115,7 @@ class StdlibConvolutions(stdlib_lm.StdlibDataset):
     task_p.model = pax_fiddle.Config(
         Convolutions,
         name='convolutions',
+        fprop_dtype=jnp.float32,
         vocab_size=stdlib_task.VOCABULARY.vocab_size,
         dims=self.DIMS,
         num_blocks=self.NUM_BLOCKS,
