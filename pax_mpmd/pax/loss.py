@@ -14,7 +14,6 @@ import dataclasses
 import functools
 from typing import Any
 
-from clu import metrics as clu_metrics_lib
 import jax
 from jax import numpy as jnp
 import numpy as np
@@ -118,7 +117,7 @@ def find_rules(loss_key: str | None, scalars_fn: Callable[..., Any], *args: Any)
     *args: its arguments, arrays or tracers.
 
   Raises:
-    ConfigError: if the loss has no weight of its own.
+    ConfigError: if the loss has no weight of its own, or the model returns clu metrics.
   """
   names: list[str] = []
   has_aux_losses = False
@@ -127,6 +126,7 @@ def find_rules(loss_key: str | None, scalars_fn: Callable[..., Any], *args: Any)
     nonlocal has_aux_losses
     with layer.collect_aux_losses() as aux_losses:
       scalars = scalars_fn(*args)
+    _check_pairs(scalars)
     has_aux_losses = bool(aux_losses)
     names[:] = sorted(scalars)
     return [scalars[name][1] for name in names]
@@ -181,17 +181,18 @@ def numeric_summaries(summaries: dict[str, Any]) -> dict[str, Any]:
   return {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.number)}
 
 
-def merge_clu_metrics(stacked: dict[str, Any], streams: int = 1) -> dict[str, Any]:
-  """clu metrics of a batch from those of its microbatches, stacked along a new leading axis.
-
-  Metrics that collect values of examples get them in the order of the batch.
-  """
-  return {
-      name: microbatches.merge_microbatches(metric, streams)
-      if isinstance(metric, clu_metrics_lib.CollectingMetric)
-      else metric.reduce()
-      for name, metric in stacked.items()
+def _check_pairs(scalars: dict[str, Any]) -> None:
+  """Raises ConfigError where the model returns clu metrics in place of weighted scalars."""
+  others = {
+      name: type(value).__name__ for name, value in scalars.items() if not isinstance(value, tuple)
   }
+  if others or not scalars:
+    raise errors.ConfigError(
+        "The model's compute_loss returns clu metrics"
+        + (f' ({", ".join(f"{name}: {cls}" for name, cls in others.items())})' if others else '')
+        + ', which can not be combined over microbatches yet. Return weighted scalars,'
+        ' (value, weight) pairs, under these names.'
+    )
 
 
 def make_grad_fn(
@@ -269,16 +270,16 @@ class _Loop:
       batch['index'] = jnp.arange(m, dtype=jnp.int32)
 
     def microbatch_fn(microbatch):
-      (_, (sums, outputs)), grads = self._grad_fn(
+      (_, (sums, per_example_out)), grads = self._grad_fn(
           loss_fn=functools.partial(self._objective, microbatch.get('index')),
           learner=self._learner,
           mdl_vars=self._mdl_vars,
           inputs=without_empty_weights(microbatch['inputs']),
           prng_key=microbatch['prng_key'],
       )
-      return (grads, sums), outputs
+      return (grads, sums), per_example_out
 
-    (grads, sums), (per_example_out, clu_metrics) = marks.accumulate_grads(microbatch_fn, batch)
+    (grads, sums), per_example_out = marks.accumulate_grads(microbatch_fn, batch)
     weight = sums['weight']
     grads = jax.tree_util.tree_map(lambda g: safe_divide(g, weight.astype(g.dtype)), grads)
     loss = safe_divide(sums['main'], weight) + sums['aux_loss'] / m
@@ -288,7 +289,7 @@ class _Loop:
         self._update_rules.combine(sums['updates'], self._mdl_vars),
         mean_summaries(sums['summaries'], m),
         microbatches.merge_microbatches(per_example_out, self._streams),
-        merge_clu_metrics(clu_metrics, self._streams),
+        {},
     )
     return (loss, sgf.GradAuxInfo(loss_weight=weight, aux_info=aux_info)), grads
 
@@ -297,7 +298,7 @@ class _Loop:
     rules = self._rules
     with layer.collect_aux_losses() as aux_losses:
       loss, info = self._loss_fn(mdl_vars, inputs, prng_key)
-    _, scalars, updated_vars, summaries, per_example_out, clu_metrics = info.aux_info
+    _, scalars, updated_vars, summaries, per_example_out, _ = info.aux_info
     weight = jnp.asarray(jax.lax.stop_gradient(scalars[rules.loss_key][1]), loss.dtype)
     aux_loss = sum(aux_losses, jnp.zeros((), loss.dtype))
     objective = weighted(loss, weight)
@@ -314,4 +315,4 @@ class _Loop:
         summaries=numeric_summaries(summaries),
         updates=self._update_rules.sums_of(updated_vars, self._mdl_vars, index),
     )
-    return objective, (sums, (per_example_out, clu_metrics))
+    return objective, (sums, per_example_out)

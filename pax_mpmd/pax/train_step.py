@@ -76,7 +76,7 @@ def make_eval_step(
         inputs=microbatches.split_batch(inputs, m, microbatching.streams),
         prng_key=jax.random.split(prng_key, m),
     )
-    sums, (per_example_out, clu_metrics) = marks.accumulate_grads(
+    sums, per_example_out = marks.accumulate_grads(
         functools.partial(_eval_microbatch, functools.partial(evaluate, state), rules), batch
     )
     output = trainer_lib.StepFnOutput(
@@ -84,7 +84,7 @@ def make_eval_step(
         weighted_scalars=rules.combine(sums['scalars'], m),
         per_example_out=microbatches.merge_microbatches(per_example_out, microbatching.streams),
         summary_tensors=loss_lib.mean_summaries(sums['summaries'], m),
-        clu_metrics=loss_lib.merge_clu_metrics(clu_metrics, microbatching.streams),
+        clu_metrics={},
     )
     return None, output
 
@@ -103,4 +103,4 @@ def _eval_microbatch(evaluate, rules, microbatch):
       scalars=rules.sums_of(out.weighted_scalars, aux_loss),
       summaries=loss_lib.numeric_summaries(out.summary_tensors),
   )
-  return sums, (out.per_example_out, out.clu_metrics)
+  return sums, out.per_example_out

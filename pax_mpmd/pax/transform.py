@@ -109,8 +109,9 @@ def mpmd_task(
     return task, config
   if _cls(old) is not transformers.PipelinedTransformer:
     raise errors.ConfigError(
-        f'The pipeline layer is a {_cls(old).__name__}, a subclass of PipelinedTransformer that'
-        ' pax_mpmd does not know. Derive it from pax_mpmd.pax.MpmdPipelinedTransformer instead.'
+        f'task.model.lm_tpl.stacked_transformer_tpl is a {_cls(old).__name__}, a subclass of'
+        ' PipelinedTransformer that pax_mpmd does not know. Derive it from'
+        ' pax_mpmd.pax.MpmdPipelinedTransformer instead.'
     )
   new = pax_fiddle.Config(layer.MpmdPipelinedTransformer)
   for name in old.__arguments__:
