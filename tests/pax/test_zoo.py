@@ -1,0 +1,44 @@
+"""Every pipelined experiment that Pax ships, shrunk, against Pax itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from pax_mpmd import errors
+from pax_mpmd.pax import transform
+from tests.pax import compare
+from tests.pax import tiny
+from tests.pax import zoo
+
+GROUPS = zoo.groups()
+
+
+@pytest.mark.parametrize('group', GROUPS, ids=lambda group: group[0].__name__)
+def test_equal_to_pax(group):
+  """Two steps give Pax's losses, scalars, outputs, summaries, variables and optimizer slots."""
+  experiment = zoo.shrink(group[0])
+  spmd = tiny.Run(experiment, mpmd=False)
+  mpmd = tiny.Run(
+      experiment, mpmd=True, schedule=zoo.SCHEDULES.get(group[0].__name__), initial=spmd.initial
+  )
+  try:
+    compare.assert_equal_to_pax(spmd, mpmd, num_steps=2)
+  finally:
+    mpmd.close()
+
+
+def test_the_groups_have_every_experiment_once():
+  """All that Pax ships is there; the members of a group shrink to the same settings and code."""
+  members = [experiment for group in GROUPS for experiment in group]
+  assert sorted(e.__name__ for e in members) == sorted(e.__name__ for e in zoo.SHIPPED)
+  for group in GROUPS:
+    assert all(zoo.essence(zoo.shrink(e)) == zoo.essence(zoo.shrink(group[0])) for e in group)
+  assert set(zoo.SCHEDULES) <= {group[0].__name__ for group in GROUPS}
+
+
+def test_what_the_shipped_meshes_are_refused_for():
+  """The experiments as shipped have several devices in a stage; the error names the field."""
+  refused = [e for e in zoo.SHIPPED if zoo.devices_per_stage(e) > 1]
+  (experiment,) = [e for e in refused if e.__name__ == 'LmCloudSpmdPipeline9B']
+  with pytest.raises(errors.ConfigError, match=r"ICI_MESH_SHAPE.*'replica' 4"):
+    transform.mpmd_task(experiment().task())
