@@ -258,6 +258,7 @@ CASES = (
             'L2 regularization (`l2_regularizer_weight`)',
             'Variables left out of training (`bprop_variable_exclusion`)',
         ),
+        schedule='1f1b',
     ),
     Case(
         Skipping,
