@@ -57,12 +57,14 @@ class ScalarRules:
     loss_key: the scalar that is the loss.
     unit: the scalars whose weight is 1 whatever the batch is. Pax's models give it to what isn't an
       average over tokens, among them the counts, which they name num_something.
+    dtypes: those of value and weight of each scalar.
     total_weight: the weight of the whole batch's loss where the pipeline adds auxiliary losses,
       else None.
   """
 
   loss_key: str
   unit: frozenset[str]
+  dtypes: dict[str, tuple[Any, Any]]
   total_weight: Any = None
 
   def sums_of(self, scalars: dict[str, tuple[Any, Any]], aux_loss: Any) -> Sums:
@@ -99,7 +101,9 @@ class ScalarRules:
         value = safe_divide(value, weight.astype(value.dtype))
       elif not name.startswith('num_'):
         value = value / num_microbatches
-      out[name] = (value, weight / num_microbatches if name in self.unit else weight)
+      weight = weight / num_microbatches if name in self.unit else weight
+      value_dtype, weight_dtype = self.dtypes[name]
+      out[name] = (value.astype(value_dtype), weight.astype(weight_dtype))
     return out
 
   def _has_aux_loss(self, name: str) -> bool:
@@ -120,6 +124,7 @@ def find_rules(loss_key: str | None, scalars_fn: Callable[..., Any], *args: Any)
     ConfigError: if the loss has no weight of its own, or the model returns clu metrics.
   """
   names: list[str] = []
+  dtypes: dict[str, tuple[Any, Any]] = {}
   has_aux_losses = False
 
   def weights_of(*args):
@@ -129,6 +134,7 @@ def find_rules(loss_key: str | None, scalars_fn: Callable[..., Any], *args: Any)
     _check_pairs(scalars)
     has_aux_losses = bool(aux_losses)
     names[:] = sorted(scalars)
+    dtypes.update({n: tuple(jnp.asarray(x).dtype for x in scalars[n]) for n in names})
     return [scalars[name][1] for name in names]
 
   closed = jax.make_jaxpr(weights_of)(*args)
@@ -147,7 +153,7 @@ def find_rules(loss_key: str | None, scalars_fn: Callable[..., Any], *args: Any)
     total = 1.0
     if loss_key not in unit:
       total = outputs_lib.eval_output(closed, names.index(loss_key), leaves)
-  return ScalarRules(loss_key, unit, total)
+  return ScalarRules(loss_key, unit, dtypes, total)
 
 
 def _is_one(value: np.ndarray | None) -> bool:

@@ -185,6 +185,17 @@ class Skipping(Small):
     task_p.train.learner = several
 
 
+class Bfloat16(Small):
+  """Computes in bfloat16; SGD, since Adam makes a large step of a small difference."""
+
+  FPROP_DTYPE = jnp.bfloat16
+
+  def edit(self, task_p, layer_p, learner_p):
+    _optimizer(
+        learner_p, optimizers.ShardedSgd, momentum=0.9, clip_gradient_norm_to_value=0.5
+    )
+
+
 def poisoned(seed: int) -> py_utils.NestedMap:
   """Batches of which every second one makes an activation NaN."""
   inputs = tiny.batch(seed)
@@ -203,6 +214,7 @@ class Case:
     schedule: None: the MPMD steps run under plain `jax.jit`; else by `mpmd_jit` on local actors.
     batch: seed -> a batch.
     num_steps: number of train steps.
+    rtol: relative tolerance of all that is compared, where it isn't that of float32.
   """
 
   experiment: type
@@ -210,6 +222,7 @@ class Case:
   schedule: str | None = None
   batch: Callable[[int], py_utils.NestedMap] = tiny.batch
   num_steps: int = 3
+  rtol: float | None = None
 
 
 CASES = (
@@ -271,6 +284,12 @@ CASES = (
         ),
         batch=poisoned,
         num_steps=4,
+    ),
+    Case(
+        Bfloat16,
+        ('bfloat16 (`FPROP_DTYPE`), within its precision',),
+        num_steps=2,
+        rtol=1e-2,
     ),
 )
 

@@ -20,7 +20,11 @@ def test_equal_to_pax(case):
   spmd = tiny.Run(case.experiment, mpmd=False)
   mpmd = tiny.Run(case.experiment, mpmd=True, schedule=case.schedule, initial=spmd.initial)
   try:
-    compare.assert_equal_to_pax(spmd, mpmd, case.num_steps, case.batch)
+    options = {}
+    if case.rtol is not None:
+      close = (case.rtol, 1e-3)
+      options = dict(rtol=case.rtol, state_tolerance=close, summary_tolerance=close)
+    compare.assert_equal_to_pax(spmd, mpmd, case.num_steps, case.batch, **options)
   finally:
     mpmd.close()
 

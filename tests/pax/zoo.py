@@ -1,8 +1,8 @@
 """Every pipelined experiment that Pax ships, shrunk until a laptop can run it.
 
 A shrunk experiment is a subclass with smaller sizes: fewer stages and layers, smaller dimensions,
-a short warm-up of the learning rate so that weights move at once, and float32 in place of bfloat16,
-which XLA can't multiply on CPUs. Everything that the original says of the architecture, the
+a short warm-up of the learning rate so that weights move at once, and float32 in place of bfloat16
+so that results can be compared closely. Everything that the original says of the architecture, the
 learner, the pipeline and the mesh's form (which of ICI and DCN has the stages) stays.
 """
 
