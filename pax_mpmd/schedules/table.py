@@ -166,6 +166,11 @@ def _cells(table) -> list[Sequence]:
         text = f.read()
     except (OSError, UnicodeDecodeError) as e:
       raise errors.ScheduleError(f"FromTable: can't read {_origin(table)}: {e}") from e
+  if '\0' in text:  # only some versions of csv refuse it
+    raise errors.ScheduleError(
+        f'FromTable: {_origin(table)} is not text: it has NUL bytes. Write one row of tasks such as'
+        ' 0F0,0B0 for each actor.'
+    )
   lines = [line for line in text.splitlines() if line.strip()]
   if any(',' in line for line in lines):
     try:

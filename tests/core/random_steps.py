@@ -17,6 +17,7 @@ import optax
 
 import pax_mpmd as mpmd
 from tests.core import random_layers as layers
+from tests.core import toy
 
 DIM, LENGTH, SIZE = 4, 3, 2  # of an activation [SIZE, LENGTH, DIM]
 
@@ -33,7 +34,7 @@ OPTIMIZERS = {
     'multi': optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2),
     'adafactor': optax.adafactor(1e-2, min_dim_size_to_factor=2, eps=1e-3),
     'raveled': optax.flatten(optax.adam(1e-2, eps=1e-3)),  # all gradients in one vector
-    'noisy': optax.chain(optax.add_noise(0.01, 0.5, seed=3), optax.sgd(0.1)),
+    'noisy': optax.chain(toy.noise(0.01), optax.sgd(0.1)),
     'centred': optax.chain(optax.centralize(), optax.trace(0.9), optax.scale(-0.1)),
 }
 

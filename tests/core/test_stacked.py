@@ -61,18 +61,6 @@ def state_of(tx, params):
   return params, jax.tree_util.tree_map(np.asarray, tx.init(params))
 
 
-def noise(scale):
-  """Adds noise to gradients; like optax.add_noise, whose state's key is typed in newer versions."""
-
-  def update(updates, key, params=None):
-    key, *keys = jax.random.split(key, 1 + len(jax.tree_util.tree_leaves(updates)))
-    keys = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(updates), keys)
-    add = lambda g, k: g + scale * jax.random.normal(k, g.shape)
-    return jax.tree_util.tree_map(add, updates, keys), key
-
-  return optax.GradientTransformation(lambda _: jax.random.PRNGKey(3), update)
-
-
 OPTIMIZERS = {
     'sgd': optax.sgd(0.1, momentum=0.9),
     'adam': optax.adam(1e-2),
@@ -86,7 +74,7 @@ OPTIMIZERS = {
     'multi_steps': optax.MultiSteps(optax.adam(1e-2), 2),
     'ema': optax.chain(optax.adam(1e-2), optax.ema(0.9)),
     'lamb': optax.lamb(1e-2),
-    'noise': optax.chain(noise(0.01), optax.sgd(0.1)),
+    'noise': optax.chain(toy.noise(0.01), optax.sgd(0.1)),
 }
 
 

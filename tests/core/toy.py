@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import pax_mpmd as mpmd
 
@@ -54,3 +55,15 @@ def train_step(loss_fn: Callable[[Any, Any], Any], lr: float = 0.1) -> Callable[
     return params, (losses, norm)
 
   return step
+
+
+def noise(scale: float) -> optax.GradientTransformation:
+  """Adds noise to gradients, as `optax.add_noise` does, which has a typed key in newer versions."""
+
+  def update(updates, key, params=None):
+    key, *keys = jax.random.split(key, 1 + len(jax.tree_util.tree_leaves(updates)))
+    keys = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(updates), keys)
+    add = lambda g, k: g + scale * jax.random.normal(k, g.shape)
+    return jax.tree_util.tree_map(add, updates, keys), key
+
+  return optax.GradientTransformation(lambda _: jax.random.PRNGKey(3), update)
