@@ -82,7 +82,7 @@ class Assignment:
 
   def resolve(self, atom: Any) -> Any:
     """The atom that `atom` stands for."""
-    return atom if isinstance(atom, jc.Literal) else self.alias.get(atom, atom)
+    return _resolve(self.alias, atom)
 
 
 def assign(
@@ -114,14 +114,15 @@ def assign(
   everywhere = invariant | light
 
   def use(atom: Any, slot: int) -> None:
+    atom = _resolve(alias, atom)
     if not isinstance(atom, jc.Literal):
-      uses.setdefault(alias.get(atom, atom), set()).add(slot)
+      uses.setdefault(atom, set()).add(slot)
 
   def bytes_to_make(eqn: Any, slot: int, depth: int = 6) -> int:
     """How much more than it reads so far `slot` would have to get, to run `eqn` itself."""
     total = 0
     for x in eqn.invars:
-      x = x if isinstance(x, jc.Literal) else alias.get(x, x)
+      x = _resolve(alias, x)
       if isinstance(x, jc.Literal) or x in everywhere or slot in uses.get(x, ()):
         continue
       size = nbytes(x.aval)
@@ -207,8 +208,13 @@ def _aliases(body: Any, segments: Segments) -> dict[Any, Any]:
   for i in sorted(segments.marks):
     eqn = body.eqns[i]
     for v, x in zip(eqn.outvars, eqn.invars):
-      alias[v] = x if isinstance(x, jc.Literal) else alias.get(x, x)
+      alias[v] = _resolve(alias, x)
   return alias
+
+
+def _resolve(alias: dict[Any, Any], atom: Any) -> Any:
+  """What `atom` stands for; a constant, where one was passed through a mark."""
+  return atom if isinstance(atom, jc.Literal) else alias.get(atom, atom)
 
 
 def _light(
@@ -224,9 +230,7 @@ def _light(
     budget = max(sum(nbytes(v.aval) for v in eqn.outvars), SMALL_BYTES)
     fits = True
     for x in eqn.invars:
-      if isinstance(x, jc.Literal):
-        continue
-      x = alias.get(x, x)
+      x = _resolve(alias, x)
       if not isinstance(x, jc.Literal) and x not in light:
         fits &= x in invariant and nbytes(x.aval) <= budget
     if fits and all(segments.of(x) < segments.num_stages for x in eqn.invars):
@@ -241,8 +245,7 @@ def _needed_forward(
   needed: set[Any] = set()
 
   def need(atom: Any) -> None:
-    if not isinstance(atom, jc.Literal):
-      atom = alias.get(atom, atom)
+    atom = _resolve(alias, atom)
     if not isinstance(atom, jc.Literal) and segments.of(atom) < segments.num_stages:
       needed.add(atom)
 

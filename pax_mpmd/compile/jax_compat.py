@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax import core as _jax_core
+from jax._src import ad_checkpoint
 from jax._src import config
 from jax._src import core as _src_core
 from jax._src import debugging
@@ -295,6 +296,11 @@ def zero_like_tangent(primal: Any) -> Any:
 
 broadcast_in_dim_p = jax.lax.broadcast_in_dim_p
 copy_p = jax.make_jaxpr(jax.numpy.copy)(0.0).jaxpr.eqns[-1].primitive
+optimization_barrier_p = (
+    jax.lax.optimization_barrier_p
+    if hasattr(jax.lax, 'optimization_barrier_p')
+    else ad_checkpoint.optimization_barrier_p  # 0.4.26
+)
 
 
 @functools.cache

@@ -119,9 +119,10 @@ def _number_marks(body: Any, num_stages: int) -> tuple[dict[int, tuple[str, int]
     calls = remaining.get(eqn.params['id'])
     if not calls:
       raise PartitionError(
-          'A backward pipeline_yield has no forward call that belongs to it, at'
-          f' {jc.source_of(eqn)}. Differentiate the loss function once, inside the function given'
-          ' to accumulate_grads.'
+          'The stages are differentiated more than once: more backward passes than forward ones go'
+          f' through the pipeline_yield at {jc.source_of(eqn)}. A schedule has one backward pass for'
+          ' each microbatch. Add up the losses before you differentiate, and take no second'
+          ' derivatives through the stages.'
       )
     marks[i] = ('backward', calls.pop())
   return marks, bool(backward)

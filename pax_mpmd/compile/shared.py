@@ -111,7 +111,8 @@ class _Splitter:
     seen = {v for v in body.outvars[num_summed:] if isinstance(v, jc.Var)}
     for eqn in reversed(body.eqns):
       if is_backward_mark(eqn):
-        seen.update(x for x, v in zip(eqn.invars, eqn.outvars) if v in seen)
+        pairs = zip(eqn.invars, eqn.outvars)
+        seen.update(x for x, v in pairs if v in seen and isinstance(x, jc.Var))
         continue
       linear_in = () if seen.intersection(eqn.outvars) else self._linearity.operands(eqn)
       seen.update(
@@ -181,7 +182,7 @@ def _kept_sums(body: Any, num_summed: int, segments: Segments) -> list[str]:
       made_in = [segments.of(x) for x in same]
       stages.setdefault(id(last), set()).update(segments.stage(s) for s in made_in if s != FREE)
   return [
-      f'the gradient {eqn.outvars[0].aval.str_short()} is summed over the stages'
+      f'the value {eqn.outvars[0].aval.str_short()} is summed over the stages'
       f' {sorted(stages[id(eqn)])} for every microbatch, not once after the loop: it is used inside'
       f' the loop (sum at {jc.source_of(eqn)})'
       for eqn in {id(e): e for e in sums}.values()

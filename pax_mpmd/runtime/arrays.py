@@ -22,6 +22,8 @@ PieceBuffers = tuple[tuple[int, ...], tuple[int, ...], Sequence[Buffer]]
 class MpmdArray:
   """An array that a step made, in pieces on the actors. Reading it fetches it.
 
+  Operators compute with numpy on what was fetched, which can't be written to.
+
   Attributes:
     shape: shape of the whole array.
     dtype: its dtype.
@@ -163,6 +165,21 @@ class MpmdArray:
     return f'MpmdArray({self._aval}, {state})'
 
 
+def _operator(name: str) -> Any:
+  def apply(self: MpmdArray, *others: Any) -> Any:
+    return getattr(np.asarray(self), name)(*others)
+
+  apply.__name__ = name
+  return apply
+
+
+for _name in 'eq ne lt le gt ge neg pos abs invert'.split():
+  setattr(MpmdArray, f'__{_name}__', _operator(f'__{_name}__'))
+for _name in 'add sub mul truediv floordiv mod pow matmul and or xor lshift rshift'.split():
+  setattr(MpmdArray, f'__{_name}__', _operator(f'__{_name}__'))
+  setattr(MpmdArray, f'__r{_name}__', _operator(f'__r{_name}__'))
+MpmdArray.__hash__ = None  # as that of every array: equality is by element
+
 xla.register_array_type(MpmdArray)
 
 
@@ -186,7 +203,9 @@ def device_get(tree: Any) -> Any:
     buffers = [piece[2][0] for x in arrays for piece in x._pieces]
     parts = iter(arrays[0]._runtime.fetch(buffers))
     for x in arrays:
-      x._host = _assemble(x, [next(parts) for _ in x._pieces])
+      host = _assemble(x, [next(parts) for _ in x._pieces]).view()
+      host.flags.writeable = False  # readers share it
+      x._host = host
   out = [x._host if isinstance(x, MpmdArray) else x for x in leaves]
   return jax.tree_util.tree_unflatten(treedef, out)
 

@@ -99,7 +99,11 @@ class MpmdFunction:
           f'mpmd_jit: runtime={shown(runtime)} must be a runtime object: pax_mpmd.LocalRuntime() or'
           ' pax_mpmd.RayRuntime(), with the parentheses.'
       )
-    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    donate = donate_argnums if isinstance(donate_argnums, Sequence) else (donate_argnums,)
+    if donate_argnums is None:
+      donate = ()
+    if not callable(step):
+      raise ConfigError(f'mpmd_jit: the step must be a function, but is {shown(step)}.')
     if any(not isinstance(i, int) or i < 0 for i in donate):
       raise ConfigError(
           f'mpmd_jit: donate_argnums={donate_argnums!r} must be positions of arguments, counted'
@@ -109,7 +113,7 @@ class MpmdFunction:
     self._step = step
     self._schedule = schedule
     self._runtime = runtime
-    self._donate = donate
+    self._donate = tuple(donate)
     self._on_progress = on_progress or (lambda what, done, total: None)
     self._planned: dict[Any, PlannedStep] = {}
     self._handles: dict[Any, int] = {}

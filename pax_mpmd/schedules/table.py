@@ -165,7 +165,10 @@ def _cells(table) -> list[Sequence]:
       with open(table, encoding='utf-8') as f:
         text = f.read()
     except (OSError, UnicodeDecodeError) as e:
-      raise errors.ScheduleError(f"FromTable: can't read {_origin(table)}: {e}") from e
+      raise errors.ScheduleError(
+          f"FromTable: can't read {_origin(table)}: {e}. What has no line break is taken for a"
+          " path; end a table's text with one."
+      ) from e
   if '\0' in text:  # only some versions of csv refuse it
     raise errors.ScheduleError(
         f'FromTable: {_origin(table)} is not text: it has NUL bytes. Write one row of tasks such as'

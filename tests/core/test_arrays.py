@@ -108,6 +108,11 @@ def test_results_work_with_numpy_and_jax(runtime):
   for mean in (jnp.mean(losses), np.mean(losses), jax.jit(jnp.mean)(losses)):
     assert float(mean) == pytest.approx(float(expected.mean()), rel=1e-5)
   assert f'{norm:.3f}' == f'{float(norm):.3f}'
+  assert norm == float(norm) and not norm != float(norm) and 2 * norm - norm < norm + 1
+  np.testing.assert_array_equal(losses == losses[0], np.asarray(losses) == losses[0])
+  np.testing.assert_array_equal(jnp.ones(4) + losses, jnp.ones(4) + np.asarray(losses))
+  with pytest.raises(ValueError, match='read-only'):
+    np.asarray(losses)[0] = 1
   assert losses[0] == np.asarray(losses)[0] and len(losses) == 4
   oracle.assert_trees_close(jnp.dot(ws[0], ws[1]), jnp.dot(expected_ws[0], expected_ws[1]))
 

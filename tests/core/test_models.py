@@ -61,6 +61,24 @@ _SEQUENCES = {
 }
 
 
+@model(toy.weights())
+def constants_at_yields(ws, mb):
+  """A loss that stays a constant on its way through the stages, as one without experts does."""
+  x, aux = mpmd.pipeline_yield((dense(ws[0], mb['x']), 0.0))
+  x, aux = mpmd.pipeline_yield((dense(ws[1], x) * (aux + 1), aux))
+  return mse(x @ ws[2], mb['y']) + 0.01 * aux
+
+
+@model(toy.weights())
+def losses_through_yields(ws, mb):
+  """Losses of all stages, added up on the way: their cotangents at the yields are constants."""
+  x = dense(ws[0], mb['x'])
+  x, total = mpmd.pipeline_yield((x, jnp.mean(x**2)))
+  x = dense(ws[1], x)
+  x, total = mpmd.pipeline_yield((x, total + jnp.mean(x**2)))
+  return total + mse(x @ ws[2], mb['y'])
+
+
 @model(
     [{'w': normal(8, 8), 'q': normal(8, 8), 'k': normal(8, 8)} for _ in range(4)],
     num_stages=4,

@@ -222,6 +222,25 @@ def test_sort_and_quantile_over_the_stages():
   assert any('sort' in note and 'test_stacked.py' in note for note in planned.notes)
 
 
+def test_reductions_from_any_start():
+  """`lax.reduce` over the stages, where the start is no identity; it counts once."""
+
+  def step(params, batch):
+    grads, losses = mpmd.accumulate_grads(
+        lambda mb: jax.value_and_grad(loss)(params, mb)[::-1], batch
+    )
+    w = params['w']
+    reduced = [
+        jax.lax.reduce(w, jnp.float32(2), fn, axes)
+        for fn, axes in (
+            (jax.lax.mul, (0,)), (jax.lax.add, (0,)), (jax.lax.max, (0,)), (jax.lax.add, (0, 1, 2))
+        )
+    ]
+    return grads, losses, reduced
+
+  oracle.check(step, stacked(3), toy.batch())
+
+
 def test_gradients_scaled_by_stage():
   """A vector with one entry per stage scales the stacked gradients; a mask freezes a stage."""
 
