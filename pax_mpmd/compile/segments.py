@@ -120,8 +120,8 @@ def _number_marks(body: Any, num_stages: int) -> tuple[dict[int, tuple[str, int]
     if not calls:
       raise PartitionError(
           'The stages are differentiated more than once: more backward passes than forward ones go'
-          f' through the pipeline_yield at {jc.source_of(eqn)}. A schedule has one backward pass for'
-          ' each microbatch. Add up the losses before you differentiate, and take no second'
+          f' through the pipeline_yield at {jc.source_of(eqn)}. A schedule has one backward pass'
+          ' for each microbatch. Add up the losses before you differentiate, and take no second'
           ' derivatives through the stages.'
       )
     marks[i] = ('backward', calls.pop())
