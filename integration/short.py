@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paxml import experiment_registry
 
+from configs import stdlib_flat
 from configs import stdlib_lm
 from configs import stdlib_lm_mpmd
 
@@ -34,4 +35,9 @@ class StdlibLmMpmd(_Short, stdlib_lm_mpmd.StdlibLmMpmd):
 
 @experiment_registry.register
 class StdlibLmInterleaved(_Short, stdlib_lm_mpmd.StdlibLmInterleaved):
+  """4 steps."""
+
+
+@experiment_registry.register
+class StdlibLmFlat(_Short, stdlib_flat.StdlibLmFlat):
   """4 steps."""
