@@ -54,14 +54,14 @@ class Assignment:
   """The equations of a loop's body with their slots.
 
   Attributes:
-    num_stages: S.
+    segments: the segments that the slots divide.
     split_stages: the stages that have I and W in place of B.
     eqns: the equations. What was taken apart stands as two equations.
     slots: per equation its slot; None for marks and for what runs outside the loop or repeatedly.
     alias: a mark's result -> the value that it marks.
   """
 
-  num_stages: int
+  segments: Segments
   split_stages: frozenset[int]
   eqns: tuple[Any, ...]
   slots: tuple[int | None, ...]
@@ -69,15 +69,13 @@ class Assignment:
 
   def stage(self, slot: int) -> int:
     """The stage that a slot belongs to."""
-    segment = slot // 2
-    return segment if segment < self.num_stages else 2 * self.num_stages - 1 - segment
+    return self.segments.stage(slot // 2)
 
   def phase(self, slot: int) -> str:
     """The letter of the slot's phase."""
-    if slot < 2 * self.num_stages:
-      return 'F'
-    if self.stage(slot) not in self.split_stages:
-      return 'B'
+    phase = self.segments.phase(slot // 2)
+    if phase == 'F' or self.stage(slot) not in self.split_stages:
+      return phase
     return 'W' if slot % 2 else 'I'
 
   def resolve(self, atom: Any) -> Any:
@@ -152,7 +150,7 @@ def assign(
     eqn = body.eqns[i]
     if i in segments.marks:
       direction, boundary = segments.marks[i]
-      last = 2 * segments.num_stages - 2 - boundary if direction == 'backward' else boundary
+      last = segments.backward(boundary + 1) if direction == 'backward' else boundary
       for x in eqn.invars:
         use(x, 2 * last)  # it must exist when the stage before the mark ends
     if i in segments.marks or eqn.outvars[0] in invariant or eqn.outvars[0] in light:
@@ -179,7 +177,7 @@ def assign(
       put(parts[1], in_w)
       put(parts[0], 2 * segment)
   return Assignment(
-      num_stages=segments.num_stages,
+      segments=segments,
       split_stages=frozenset(split_stages),
       eqns=tuple(reversed(eqns)),
       slots=tuple(reversed(slots)),

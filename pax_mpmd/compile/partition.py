@@ -161,7 +161,7 @@ class _Cutter:
       v = self.resolve(v)
       i = None if isinstance(v, jc.Literal) else self.producer.get(v)
       slot = self.slots[i] if i is not None else None
-      owner[out] = 2 * (self.assignment.num_stages - 1) if slot is None else slot
+      owner[out] = 2 * (self.assignment.segments.num_stages - 1) if slot is None else slot
     return owner
 
   def _edges(self, owner: dict[int, int]) -> dict[Any, int]:
