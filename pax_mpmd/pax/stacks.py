@@ -25,7 +25,14 @@ from praxis.layers import transformers
 from pax_mpmd.compile import marks
 from pax_mpmd.pax import layer
 
-__all__ = ['MpmdStackedTransformer', 'MpmdStackedTransformerRepeated', 'chunk_bounds', 'describe']
+__all__ = [
+    'MpmdStackedTransformer',
+    'MpmdStackedTransformerRepeated',
+    'chunk_bounds',
+    'describe',
+    'stack_of',
+    'with_class',
+]
 
 AUX_LOSS = base_layer.AUX_LOSS
 NON_TRAINABLE = base_layer.NON_TRAINABLE
@@ -46,13 +53,26 @@ def chunk_bounds(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...
   return tuple(itertools.pairwise(cuts))
 
 
+def stack_of(model: Any) -> Any:
+  """The config of a language model's stack of layers, pipelined or not; None if it has none."""
+  return getattr(getattr(model, 'lm_tpl', None), 'stacked_transformer_tpl', None)
+
+
+def with_class(config: Any, cls: type) -> Any:
+  """A config of `cls` with the fields that `config` sets."""
+  new = pax_fiddle.Config(cls)
+  for name in config.__arguments__:
+    setattr(new, name, getattr(config, name))
+  return new
+
+
 def describe(task: Any) -> str | None:
   """How many layers each stage of a task's stack has, in words; None if no stack was cut.
 
   Args:
     task: config of a `tasks_lib.SingleTask`.
   """
-  stack = getattr(getattr(task.model, 'lm_tpl', None), 'stacked_transformer_tpl', None)
+  stack = stack_of(task.model)
   cls = None if stack is None else pax_fiddle.get_callable(stack)
   fields = {MpmdStackedTransformer: 'num_layers', MpmdStackedTransformerRepeated: 'x_times'}
   if cls not in fields:

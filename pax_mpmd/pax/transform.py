@@ -15,6 +15,7 @@ from praxis.layers import transformers
 from pax_mpmd import errors
 from pax_mpmd.pax import layer
 from pax_mpmd.pax import microbatches
+from pax_mpmd.pax import stacks
 from pax_mpmd.pax import unpipelined
 
 __all__ = ['PipelineConfig', 'find_pipeline', 'mpmd_task', 'num_devices', 'stages_of']
@@ -59,8 +60,7 @@ def find_pipeline(task: Any) -> Any:
   Args:
     task: config of a `tasks_lib.SingleTask`.
   """
-  lm_tpl = getattr(task.model, 'lm_tpl', None)
-  stack = getattr(lm_tpl, 'stacked_transformer_tpl', None)
+  stack = stacks.stack_of(task.model)
   if stack is None or not issubclass(_cls(stack), transformers.PipelinedTransformer):
     return None
   return stack
@@ -113,9 +113,7 @@ def mpmd_task(
         ' PipelinedTransformer that pax_mpmd does not know. Derive it from'
         ' pax_mpmd.pax.MpmdPipelinedTransformer instead.'
     )
-  new = pax_fiddle.Config(layer.MpmdPipelinedTransformer)
-  for name in old.__arguments__:
-    setattr(new, name, getattr(old, name))
+  new = stacks.with_class(old, layer.MpmdPipelinedTransformer)
   task.model.lm_tpl.stacked_transformer_tpl = new
   return task, config
 
@@ -124,7 +122,7 @@ def _cut_task(
     task: Any, num_stages: int | None, num_microbatches: int | None, microbatch_size: int | None
 ) -> tuple[Any, PipelineConfig]:
   """`mpmd_task` of a task that isn't pipelined."""
-  stack = getattr(getattr(task.model, 'lm_tpl', None), 'stacked_transformer_tpl', None)
+  stack = stacks.stack_of(task.model)
   if num_stages is None:
     found = 'nothing' if stack is None else f'a {_cls(stack).__name__}'
     raise errors.ConfigError(

@@ -61,8 +61,7 @@ def cut_stack(task: Any, num_stages: int) -> bool:
   Raises:
     ConfigError: the stack can't be cut into that many stages.
   """
-  lm_tpl = getattr(task.model, 'lm_tpl', None)
-  stack = getattr(lm_tpl, 'stacked_transformer_tpl', None)
+  stack = stacks.stack_of(task.model)
   if stack is None:
     return False
   cls = pax_fiddle.get_callable(stack)
@@ -84,10 +83,7 @@ def cut_stack(task: Any, num_stages: int) -> bool:
         f' a number from 1 to {num_layers}.'
     )
   if cls in ours:
-    new = pax_fiddle.Config(ours[cls])
-    for name in stack.__arguments__:
-      setattr(new, name, getattr(stack, name))
-    lm_tpl.stacked_transformer_tpl = stack = new
+    task.model.lm_tpl.stacked_transformer_tpl = stack = stacks.with_class(stack, ours[cls])
   stack.num_stages = num_stages
   return True
 
@@ -221,7 +217,7 @@ def check_own_yields(
   if found in (num_stages - 1, num_stages) and (found or num_stages == 1):
     return
   model = task.model
-  stack = getattr(getattr(model, 'lm_tpl', None), 'stacked_transformer_tpl', None)
+  stack = stacks.stack_of(model)
   of_stack = ''
   if stack is not None:
     of_stack = f' (its stack of layers is a {pax_fiddle.get_callable(stack).__name__})'

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.pax import compare
 from tests.pax import tiny
 
 _EXPERIMENTS = {
@@ -23,16 +24,6 @@ def runs(request):
   return tiny.Run(experiment, mpmd=False), tiny.Run(experiment, mpmd=True)
 
 
-def _assert_close(actual, desired, rtol, atol=0.0, what=''):
-  flat_a = jax.tree_util.tree_flatten_with_path(actual)[0]
-  flat_d = jax.tree_util.tree_flatten_with_path(desired)[0]
-  assert [p for p, _ in flat_a] == [p for p, _ in flat_d]
-  for (path, a), (_, d) in zip(flat_a, flat_d):
-    np.testing.assert_allclose(
-        a, d, rtol=rtol, atol=atol, err_msg=what + jax.tree_util.keystr(path)
-    )
-
-
 def _specs(tree):
   return jax.tree_util.tree_leaves(
       tree, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
@@ -46,7 +37,7 @@ def _shapes(tree):
 def test_initial_state_is_bit_equal(runs):
   """The same seed gives the same variable tree, optimizer slots and values as Pax."""
   spmd, mpmd = runs
-  _assert_close(mpmd.initial, spmd.initial, rtol=0)
+  compare.assert_close(mpmd.initial, spmd.initial, 0, 0)
 
 
 def test_state_metadata_is_equal(runs):
@@ -68,15 +59,15 @@ def test_train_steps_are_equal(runs):
     states[1], actual = mpmd.step(states[1], inputs)
     step = f'step {i}: '
     np.testing.assert_allclose(actual.loss, desired.loss, rtol=2e-5, err_msg=step)
-    _assert_close(actual.weighted_scalars, desired.weighted_scalars, 2e-5, 1e-7, step)
-    _assert_close(actual.per_example_out, desired.per_example_out, 2e-5, 1e-6, step)
+    compare.assert_close(actual.weighted_scalars, desired.weighted_scalars, 2e-5, 1e-7, step)
+    compare.assert_close(actual.per_example_out, desired.per_example_out, 2e-5, 1e-6, step)
     assert sorted(actual.summary_tensors) == sorted(desired.summary_tensors)
-    _assert_close(
+    compare.assert_close(
         dict(actual.summary_tensors), dict(desired.summary_tensors), 1e-4, 1e-5, step
     )
     scales = [x for name, x in desired.summary_tensors.items() if 'grad_scale' in name]
     assert all(x < 0.99 for x in scales)
-  _assert_close(states[1], states[0], 1e-4, 1e-5)
+  compare.assert_close(states[1], states[0], 1e-4, 1e-5)
 
 
 def test_eval_step_is_equal(runs):
@@ -86,8 +77,8 @@ def test_eval_step_is_equal(runs):
   _, desired = spmd.step(spmd.initial, inputs, is_eval=True)
   _, actual = mpmd.step(spmd.initial, inputs, is_eval=True)
   np.testing.assert_allclose(actual.loss, desired.loss, rtol=2e-5)
-  _assert_close(actual.weighted_scalars, desired.weighted_scalars, 2e-5, 1e-7)
-  _assert_close(actual.per_example_out, desired.per_example_out, 2e-5, 1e-6)
+  compare.assert_close(actual.weighted_scalars, desired.weighted_scalars, 2e-5, 1e-7)
+  compare.assert_close(actual.per_example_out, desired.per_example_out, 2e-5, 1e-6)
   assert sorted(actual.summary_tensors) == sorted(desired.summary_tensors)
 
 

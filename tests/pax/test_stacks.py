@@ -26,6 +26,7 @@ from pax_mpmd.pax import mixin
 from pax_mpmd.pax import partitioner as partitioner_lib
 from pax_mpmd.pax import stacks
 from pax_mpmd.pax import transform
+from tests.pax import compare
 from tests.pax import tiny
 
 # Statistics of activations that aren't sums over examples: the mean over the microbatches.
@@ -123,19 +124,10 @@ def runs(request):
   return tiny.Run(experiment, mpmd=False), tiny.Run(experiment, mpmd=True)
 
 
-def _compare(actual: Any, desired: Any, rtol: float, atol: float = 0.0, what: str = '') -> None:
-  flat_a, flat_d = [jax.tree_util.tree_flatten_with_path(t)[0] for t in (actual, desired)]
-  assert [p for p, _ in flat_a] == [p for p, _ in flat_d]
-  for (path, a), (_, d) in zip(flat_a, flat_d):
-    np.testing.assert_allclose(
-        a, d, rtol=rtol, atol=atol, err_msg=what + jax.tree_util.keystr(path)
-    )
-
-
 def test_initial_state_is_bit_equal(runs):
   """The same seed gives stock Pax's own variable tree, optimizer slots and values."""
   stock, mpmd = runs
-  _compare(mpmd.initial, stock.initial, rtol=0)
+  compare.assert_close(mpmd.initial, stock.initial, 0, 0)
 
 
 def test_train_steps_are_equal(runs):
@@ -148,8 +140,8 @@ def test_train_steps_are_equal(runs):
     states[1], actual = mpmd.step(states[1], inputs)
     step = f'step {i}: '
     np.testing.assert_allclose(actual.loss, desired.loss, rtol=2e-5, err_msg=step)
-    _compare(actual.weighted_scalars, desired.weighted_scalars, 2e-5, 1e-7, step)
-    _compare(actual.per_example_out, desired.per_example_out, 2e-5, 1e-6, step)
+    compare.assert_close(actual.weighted_scalars, desired.weighted_scalars, 2e-5, 1e-7, step)
+    compare.assert_close(actual.per_example_out, desired.per_example_out, 2e-5, 1e-6, step)
     summaries = [dict(out.summary_tensors) for out in (actual, desired)]
     assert sorted(summaries[0]) == sorted(summaries[1])
     assert [np.shape(summaries[0][k]) for k in summaries[1]] == [
@@ -159,8 +151,8 @@ def test_train_steps_are_equal(runs):
       for name in [k for k in tree if any(s in k for s in _STATISTICS)]:
         del tree[name]
     assert any('grad_norm' in name for name in summaries[0])
-    _compare(*summaries, 1e-4, 1e-5, step)
-  _compare(states[1], states[0], 1e-4, 1e-5)
+    compare.assert_close(*summaries, 1e-4, 1e-5, step)
+  compare.assert_close(states[1], states[0], 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize('num_layers, num_stages', [(10, 4), (6, 4), (8, 4), (3, 3), (5, 1)])
@@ -312,7 +304,7 @@ def test_repeats_in_chunks_leave_the_same_collections():
   desired = _apply(layers.StackedTransformerRepeated, block, variables)
   actual = _apply(stacks.MpmdStackedTransformerRepeated, block, variables, num_stages=3)
   assert {'aux_loss', 'summaries', 'non_trainable', 'params'} <= set(desired[1])
-  _compare(actual, desired, rtol=1e-6)
+  compare.assert_close(actual, desired, 1e-6, 0)
 
 
 def test_repeats_have_random_keys_of_their_own():
