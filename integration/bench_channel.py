@@ -23,10 +23,11 @@ def _bounce(actor: int, run_id: str, barrier, results) -> None:
   os.environ['XLA_FLAGS'] = '--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1'
   from pax_mpmd.compile.program import Aval
   from pax_mpmd.runtime import xla
+  from pax_mpmd.runtime.devices import ActorDevices
   from pax_mpmd.runtime.shm_channel import ShmTransport
 
   device = xla.local_devices()[0]
-  transport = ShmTransport(run_id, actor, b'secret', device)
+  transport = ShmTransport(run_id, actor, b'secret', ActorDevices([device]))
   barrier.wait()  # both listen now
   out = transport.outgoing(1 - actor, max(_SIZES.values()))
   back = transport.incoming(1 - actor)

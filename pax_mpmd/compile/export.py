@@ -27,15 +27,19 @@ from pax_mpmd.compile.program import Operand
 from pax_mpmd.compile.program import OperandKind
 from pax_mpmd.compile.program import OuterProgram
 from pax_mpmd.compile.program import Piece
+from pax_mpmd.compile.program import Sharding
 from pax_mpmd.compile.program import StepProgram
 from pax_mpmd.compile.program import TaskProgram
 from pax_mpmd.compile.program import ValueId
+from pax_mpmd.compile.shardings import Shardings
 
 
-def aval_of(aval: Any) -> Aval:
+def aval_of(aval: Any, sharding: Sharding | None = None) -> Aval:
   """An Aval from JAX's; between programs, typed random keys are their uint32 data."""
   stored = jc.physical_aval(aval)
-  return Aval(tuple(map(int, stored.shape)), np.dtype(stored.dtype).name)
+  if sharding is not None and len(sharding.spec) != len(stored.shape):
+    sharding = None
+  return Aval(tuple(map(int, stored.shape)), np.dtype(stored.dtype).name, sharding)
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -50,10 +54,18 @@ def _bytes_of(constant: Any) -> bytes:
 
 
 class Exporter:
-  """Lowers bodies and numbers values."""
+  """Lowers bodies and numbers values.
 
-  def __init__(self, constants: dict[Any, Any]):
+  Args:
+    constants: values of the step's constants.
+    mesh: an actor's mesh, None where it has one device.
+    shardings: how values are spread over it.
+  """
+
+  def __init__(self, constants: dict[Any, Any], mesh: Any | None, shardings: Shardings):
     self.constants = constants
+    self._mesh = mesh
+    self._shardings = shardings
     self.executables: dict[str, Executable] = {}
     self.values: dict[ValueId, Aval] = {}
     self._ids: dict[Any, ValueId] = {}
@@ -63,7 +75,7 @@ class Exporter:
     """The number of the step value that variable `v` names."""
     if v not in self._ids:
       self._ids[v] = len(self.values)
-      self.values[self._ids[v]] = aval_of(v.aval)
+      self.values[self._ids[v]] = aval_of(v.aval, self._shardings.of(v))
     return self._ids[v]
 
   def new_value(self, aval: Aval) -> ValueId:
@@ -84,16 +96,25 @@ class Exporter:
     `identity` tells bodies of this step apart (it may hold addresses of functions). The key is
     that of what came out, so it also holds among other steps and in other processes.
     """
-    text = repr((identity, [str(a) for a in avals], tuple(donated)))
+    spread = [a.sharding and a.sharding.spec for a in (*avals, *out_avals)]
+    text = repr((identity, [str(a) for a in avals], spread, tuple(donated)))
     if text not in self._lowered:
       args = [jax.ShapeDtypeStruct(a.shape, a.numpy_dtype) for a in avals]
-      module = jc.lower_to_stablehlo(fn, args, tuple(donated))
+      ins = outs = None
+      if self._mesh is not None:
+        ins, outs = [[self._named(a) for a in group] for group in (avals, out_avals)]
+      module = jc.lower_to_stablehlo(fn, args, tuple(donated), ins, outs)
       key = hashlib.sha256(module + repr(tuple(donated)).encode()).hexdigest()[:16]
       self._lowered[text] = key
+      num_devices = self._mesh.size if self._mesh is not None else 1
       self.executables[key] = Executable(
-          key, tuple(avals), tuple(out_avals), tuple(donated), module
+          key, tuple(avals), tuple(out_avals), tuple(donated), module, num_devices
       )
     return self._lowered[text]
+
+  def _named(self, aval: Aval) -> Any:
+    spec = aval.sharding.spec if aval.sharding else ()
+    return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*spec))
 
   def fingerprint(self, jaxpr: Any) -> str:
     """A text that is equal for jaxprs equal up to their variables' names."""
@@ -105,8 +126,17 @@ class Exporter:
 
   # -- the microbatch loop ---------------------------------------------------------------------
 
-  def task(self, cut: CutLoop, body: TaskBody, edge_ids: Sequence[ValueId]) -> TaskProgram:
-    """Lowers a task body together with the access to its rows and carries."""
+  def task(
+      self,
+      cut: CutLoop,
+      body: TaskBody,
+      edge_ids: Sequence[ValueId],
+      carry_ids: Sequence[ValueId],
+  ) -> TaskProgram:
+    """Lowers a task body together with the access to its rows and carries.
+
+    `edge_ids` and `carry_ids` have the values of the loop's edges and of its carries' beginnings.
+    """
     jaxpr, kept, consts = self._bind_constants(cut, body)
     carries = [op.id for op in body.outputs if op.kind is OperandKind.CARRY]
     rows = [op.kind is OperandKind.STEP and cut.is_batch[op.id] for op in kept]
@@ -134,18 +164,15 @@ class Exporter:
           outs.append(present + x)
       return outs
 
-    avals = []
-    for v, row in zip(jaxpr.invars, rows):
-      aval = aval_of(v.aval)
-      avals.append(Aval((cut.num_microbatches, *aval.shape), aval.dtype) if row else aval)
-    carry_avals = [aval_of(cut.out_avals[c]) for c in carries]
     inputs = [
         Operand(OperandKind.EDGE, edge_ids[op.id])
         if op.kind is OperandKind.EDGE
         else Operand(OperandKind.STEP, self.value(cut.operands[op.id]))
         for op in kept
     ]
+    avals = [self.values[op.id] for op in inputs]
     inputs += [Operand(OperandKind.CARRY, c) for c in carries]
+    carry_avals = [self.values[carry_ids[c]] for c in carries]
     avals += carry_avals
     if with_index:
       inputs.append(Operand(OperandKind.INDEX))
@@ -154,8 +181,7 @@ class Exporter:
         Operand(OperandKind.EDGE, edge_ids[op.id]) if op.kind is OperandKind.EDGE else op
         for op in body.outputs
     ]
-    pending = list(carry_avals)
-    out_avals = [pending.pop(0) if c else aval_of(v.aval) for v, c in zip(jaxpr.outvars, is_carry)]
+    out_avals = [self.values[carry_ids[op.id] if c else op.id] for op, c in zip(outputs, is_carry)]
     key = self.executable(
         run,
         avals,
@@ -190,8 +216,10 @@ class Exporter:
     """Lowers a program of the prologue or epilogue; may take over arguments in `donatable`."""
     jaxpr = body.jaxpr
     consts = [self.constants[v] for v in jaxpr.constvars]
-    avals = [aval_of(v.aval) for v in jaxpr.invars]
-    out_avals = [aval_of(v.aval) for v in jaxpr.outvars]
+    inputs = tuple(self.value(v) for v in jaxpr.invars)
+    outputs = tuple(self.value(v) for v in jaxpr.outvars)
+    avals = [self.values[i] for i in inputs]
+    out_avals = [self.values[i] for i in outputs]
     spare = list(out_avals)
     donated = []
     for i, v in enumerate(jaxpr.invars):
@@ -203,13 +231,7 @@ class Exporter:
       return _evaluate(jaxpr, consts, args)
 
     key = self.executable(run, avals, out_avals, donated, 'outer', self.fingerprint(jaxpr))
-    return OuterProgram(
-        body.actor,
-        name,
-        key,
-        tuple(self.value(v) for v in jaxpr.invars),
-        tuple(self.value(v) for v in jaxpr.outvars),
-    )
+    return OuterProgram(body.actor, name, key, inputs, outputs)
 
 
 def _fingerprint(jaxpr: Any, digest: Any) -> None:
@@ -258,6 +280,8 @@ def export(
     inputs: Sequence[Leaf],
     outputs: Sequence[Leaf],
     donated: Sequence[bool],
+    mesh: Any | None,
+    shardings: Shardings,
 ) -> StepProgram:
   """Lowers all bodies of a placed step.
 
@@ -270,16 +294,19 @@ def export(
     inputs, outputs: the step's leaves; their pieces' values are positions in jaxpr's arguments
       and results, and their actors are filled in here.
     donated: per argument of jaxpr whether the caller gives it up.
+    mesh: a mesh like that of each actor; None where it has one device.
+    shardings: how values are spread over it.
   """
   cut = placed.cut
-  exporter = Exporter(dict(constants))
-  edge_ids = [exporter.new_value(aval_of(a)) for a in cut.edges]
-  tasks = {key: exporter.task(cut, body, edge_ids) for key, body in cut.tasks.items()}
+  exporter = Exporter(dict(constants), mesh, shardings)
+  edge_ids = [
+      exporter.new_value(aval_of(a, shardings.of_edge(i))) for i, a in enumerate(cut.edges)
+  ]
+  initial = [exporter.value(v) for v in placed.carry_initial]
+  tasks = {key: exporter.task(cut, body, edge_ids, initial) for key, body in cut.tasks.items()}
   carries = tuple(
-      Carry(c, actor, exporter.value(initial), exporter.value(out))
-      for c, (actor, initial, out) in enumerate(
-          zip(placed.carry_actor, placed.carry_initial, cut.outs)
-      )
+      Carry(c, actor, first, exporter.value(out))
+      for c, (actor, first, out) in enumerate(zip(placed.carry_actor, initial, cut.outs))
   )
   prologue = tuple(exporter.outer(b, f'prologue.{b.level}', set()) for b in placed.prologue)
   donatable = _donatable(jaxpr, placed, donated)

@@ -350,10 +350,21 @@ def wrap_key(x: Any, aval: Any) -> Any:
 
 
 def lower_to_stablehlo(
-    fn: Callable[..., Any], args: Sequence[Any], donated: Sequence[int]
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    donated: Sequence[int],
+    in_shardings: Sequence[Any] | None = None,
+    out_shardings: Sequence[Any] | None = None,
 ) -> bytes:
-  """Lowers `fn` for one device of the default backend to serialized StableHLO, all args kept."""
+  """Lowers `fn` for the default backend to serialized StableHLO, all args kept.
+
+  For one device, or for those of the shardings.
+  """
+  options = {}
+  if in_shardings is not None:
+    options = {'in_shardings': tuple(in_shardings), 'out_shardings': list(out_shardings)}
   # Without source lines: equal programs that were written in different places stay equal.
   with config.traceback_in_locations_limit(0):
-    lowered = jax.jit(fn, keep_unused=True, donate_argnums=tuple(donated)).lower(*args)
+    jitted = jax.jit(fn, keep_unused=True, donate_argnums=tuple(donated), **options)
+    lowered = jitted.lower(*args)
     return mlir.module_to_bytecode(lowered.compiler_ir('stablehlo'))

@@ -24,7 +24,7 @@ _SUMS = frozenset({'add', 'add_any', 'sub'})
 _UNARY = frozenset(
     """
     broadcast_in_dim copy copy_p cumsum expand_dims imag neg real reduce_precision reduce_sum
-    reshape rev slice split squeeze transpose unstack
+    reshape rev sharding_constraint slice split squeeze transpose unstack
     """.split()
 )
 # A factor of at most this many elements may be sent to where the parts are.

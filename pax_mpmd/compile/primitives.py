@@ -9,9 +9,9 @@ ELEMENTWISE = frozenset(
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type
     copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
     integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-    population_count pow real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-    xor
+    population_count pow real reduce_precision rem round rsqrt select_n sharding_constraint
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
+    sub tan tanh xor
     """.split()
 )
 
@@ -31,7 +31,9 @@ CHEAP_LAYOUT = frozenset(
 )
 
 # f(zeros) = zeros.
-ZERO_PRESERVING = frozenset('convert_element_type copy neg reduce_precision'.split())
+ZERO_PRESERVING = frozenset(
+    'convert_element_type copy neg reduce_precision sharding_constraint'.split()
+)
 
 # Too dear to compute twice in order to save a transfer or a buffer.
 HEAVY = frozenset(

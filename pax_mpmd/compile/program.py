@@ -40,11 +40,29 @@ ValueId = int
 
 
 @dataclasses.dataclass(frozen=True)
+class Sharding:
+  """How an array is split over the devices of an actor.
+
+  Attributes:
+    mesh: names and sizes of the mesh's axes, those with one device left out; the devices are
+      numbered along them, the last axis fastest.
+    spec: per dimension the axes it is split over; over the other axes the array is copied.
+  """
+
+  mesh: tuple[tuple[str, int], ...]
+  spec: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Aval:
-  """Shape and dtype of an array; the dtype by name, as numpy (with ml_dtypes) knows it."""
+  """Shape and dtype of an array; the dtype by name, as numpy (with ml_dtypes) knows it.
+
+  `sharding` of an array on an actor with several devices; None: each has all of it.
+  """
 
   shape: tuple[int, ...]
   dtype: str
+  sharding: Sharding | None = None
 
   @property
   def nbytes(self) -> int:
@@ -55,7 +73,9 @@ class Aval:
     return dtype_named(self.dtype)
 
   def __str__(self) -> str:
-    return f'{self.dtype}[{",".join(map(str, self.shape))}]'
+    axes = self.sharding.spec if self.sharding else ((),) * len(self.shape)
+    dims = (f'{n}:{"*".join(names)}' if names else str(n) for n, names in zip(self.shape, axes))
+    return f'{self.dtype}[{",".join(dims)}]'
 
 
 def dtype_named(name: str) -> np.dtype:
@@ -93,6 +113,7 @@ class Executable:
     outputs: avals of the results, in order.
     donated: positions of arguments whose memory the program takes over.
     module: serialized StableHLO.
+    num_devices: how many devices of its actor it runs on, together.
   """
 
   key: str
@@ -100,6 +121,7 @@ class Executable:
   outputs: tuple[Aval, ...]
   donated: tuple[int, ...]
   module: bytes = dataclasses.field(repr=False)
+  num_devices: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

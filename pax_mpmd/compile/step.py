@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
 from typing import Any
 
+from pax_mpmd.compile import shardings as shardings_lib
 from pax_mpmd.compile.branches import flatten_branches
 from pax_mpmd.compile.classes import Grid
 from pax_mpmd.compile.export import aval_of
@@ -19,7 +20,6 @@ from pax_mpmd.compile.program import StepProgram
 from pax_mpmd.compile.repeats import merge_repeats
 from pax_mpmd.compile.shared import delay_shared_sums
 from pax_mpmd.compile.trace import loop_of
-from pax_mpmd.compile.trace import trace_step
 from pax_mpmd.compile.trace import TracedStep
 from pax_mpmd.compile.unstack import unstack
 from pax_mpmd.compile.unstack import UnstackedStep
@@ -43,7 +43,8 @@ class CompiledStep:
 def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: int,
                  in_names: Sequence[str], donated: Sequence[bool],
                  next_value_of: Mapping[int, int],
-                 split_stages: Collection[int] = ()) -> CompiledStep:
+                 split_stages: Collection[int] = (), mesh: Any | None = None,
+                 in_specs: Sequence[Any] = ()) -> CompiledStep:
   """Compiles a traced step for a placement.
 
   Args:
@@ -54,6 +55,8 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
     donated: per flat argument whether the caller gives it up.
     next_value_of: flat result -> flat argument whose place it takes in the next step.
     split_stages: the stages whose backward pass is split into I and W.
+    mesh: a `jax.sharding.Mesh` like that of each actor's devices; None: they have one each.
+    in_specs: per flat argument its PartitionSpec on that mesh, or None.
 
   Raises:
     PartitionError: the step can't be cut.
@@ -64,7 +67,12 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
   cut = partition(step.jaxpr, num_stages, split_stages)
   inputs = _leaves(step.in_grids, [v.aval for v in traced.jaxpr.invars], in_names)
   outputs = _leaves(step.out_grids, [v.aval for v in traced.jaxpr.outvars], None)
-  placed = place(step.jaxpr, cut, placement, _piece_pairs(step, inputs, outputs, next_value_of))
+  pairs = _piece_pairs(step, inputs, outputs, next_value_of)
+  placed = place(step.jaxpr, cut, placement, pairs)
+  sizes = shardings_lib.mesh_sizes(mesh) if mesh is not None else {}
+  shardings = shardings_lib.shardings_of(
+      step.jaxpr, placed, sizes, _piece_specs(step, inputs, in_specs, sizes), pairs
+  )
   piece_donated = [d for leaf, d in zip(inputs, donated) for _ in leaf.pieces]
   program = export(
       step.jaxpr,
@@ -75,17 +83,12 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
       inputs,
       outputs,
       piece_donated,
+      mesh if sizes else None,
+      shardings,
   )
   last_yield = notes_on_last_yield(traced.jaxpr, num_stages)
   notes = (*traced.notes, *last_yield, *step.notes, *cut.notes, *placed.notes)
   return CompiledStep(program, traced.out_tree, notes)
-
-
-def trace(
-    step: Callable[..., Any], in_tree: Any, avals: Sequence[Any], donated: Sequence[bool]
-) -> TracedStep:
-  """Traces a step; see `trace.trace_step`."""
-  return trace_step(step, in_tree, avals, donated)
 
 
 def num_microbatches_of(traced: TracedStep) -> int:
@@ -116,6 +119,18 @@ def _leaves(
         )
     )
   return leaves
+
+
+def _piece_specs(
+    step: UnstackedStep, inputs: Sequence[Leaf], in_specs: Sequence[Any], sizes: Mapping[str, int]
+) -> dict[Any, shardings_lib.Spec]:
+  """`in_specs` by the variables of the pieces."""
+  specs = {}
+  for leaf, spec in zip(inputs, in_specs if sizes else ()):
+    for piece in leaf.pieces:
+      v = step.jaxpr.invars[piece.value]
+      specs[v] = shardings_lib.spec_of(spec, v.aval.shape, sizes)
+  return specs
 
 
 def _piece_pairs(

@@ -2,14 +2,15 @@
 
 In: the user's step and the avals of its flat arguments.
 Out: a `TracedStep`.
-Holds: nested calls are inlined (also in the loop's body), sharding constraints are gone (a program
-runs on one device), every variable is bound once, nothing dead is left, and marks stand only where
-they can be cut: `accumulate_grads` in the step itself, `pipeline_yield` in the loop's body.
+Holds: nested calls are inlined (also in the loop's body), sharding constraints are left only where
+an actor has a mesh of several devices, every variable is bound once, nothing dead is left, and
+marks stand only where they can be cut: `accumulate_grads` in the step itself, `pipeline_yield` in
+the loop's body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -32,7 +33,7 @@ _CALLS = {
     'custom_vjp_call': 'call_jaxpr',
     'custom_vjp_call_jaxpr': 'fun_jaxpr',
 }
-_IDENTITIES = frozenset({'sharding_constraint', 'name'})
+_IDENTITIES = frozenset({'name'})
 _MARKS = frozenset({'pipeline_yield', 'accumulate_grads'})
 _CALLBACKS = frozenset({'pure_callback', 'io_callback', 'outside_call', 'infeed', 'outfeed'})
 _DEBUG = frozenset({'debug_callback', 'debug_print'})
@@ -59,16 +60,21 @@ def loop_of(jaxpr: Any) -> Any:
 
 
 def trace_step(
-    step: Callable[..., Any], in_tree: Any, avals: Sequence[Any], donated: Sequence[bool]
+    step: Callable[..., Any],
+    in_tree: Any,
+    avals: Sequence[Any],
+    donated: Sequence[bool],
+    mesh_sizes: Mapping[str, int] | None = None,
 ) -> TracedStep:
   """Traces `step`, called with the arguments that `in_tree` and the flat `avals` describe.
 
-  `donated` says for each flat argument whether the caller gives it up.
+  `donated` says for each flat argument whether the caller gives it up; `mesh_sizes` has the axes of
+  an actor's mesh that have several devices.
 
   Raises:
     PartitionError: the step has no `accumulate_grads`, several, or one inside a loop or branch;
       or a `pipeline_yield` stands where it can't be cut; or the step calls back into Python, or
-      returns typed random keys.
+      returns typed random keys; or it constrains a sharding on another mesh than the actor's.
   """
   out_tree: list[Any] = []
 
@@ -80,7 +86,7 @@ def trace_step(
 
   closed = jc.trace(flat_step, avals)
   _check_results(closed, out_tree[-1])
-  inliner = _Inliner(inside=None, notes=[])
+  inliner = _Inliner(inside=None, notes=[], mesh_sizes=mesh_sizes or {})
   jaxpr = inliner.closed(closed)
   jaxpr, _ = jc.dce(jaxpr, [True] * len(jaxpr.outvars))
   _check_marks(jaxpr)
@@ -145,12 +151,13 @@ class _Inliner:
 
   `constvars` and `consts` collect the constants of all inlined jaxprs, which become the outermost
   jaxpr's. `inside` names the equation whose body this is, None for the step and the loop's body.
-  `notes` gets a line for each equation left out.
+  `notes` gets a line for each equation left out. `mesh_sizes` as in `trace_step`.
   """
 
-  def __init__(self, inside: Any | None, notes: list[str]):
+  def __init__(self, inside: Any | None, notes: list[str], mesh_sizes: Mapping[str, int]):
     self.inside = inside
     self.notes = notes
+    self._mesh_sizes = mesh_sizes
     self.constvars: list[Any] = []
     self.consts: list[Any] = []
     self._by_identity: dict[int, Any] = {}
@@ -199,7 +206,9 @@ class _Inliner:
       eqn = jc.source_or(eqn, call)
       name = eqn.primitive.name
       invars = [read(v) for v in eqn.invars]
-      if name in _IDENTITIES:
+      if name in _IDENTITIES or (
+          name == 'sharding_constraint' and not self._constrains(eqn)
+      ):
         env.update(zip(eqn.outvars, invars))
         continue
       closed = _called(eqn)
@@ -253,12 +262,24 @@ class _Inliner:
       eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, effects=effects))
     return [read(v) for v in jaxpr.outvars]
 
+  def _constrains(self, eqn: Any) -> bool:
+    """Whether a sharding constraint says something about the devices of an actor."""
+    sizes = getattr(getattr(eqn.params['sharding'], 'mesh', None), 'shape', {})
+    sizes = {str(name): size for name, size in sizes.items() if size > 1}
+    if self._mesh_sizes and sizes and sizes != self._mesh_sizes:
+      raise PartitionError(
+          f'The sharding constraint at {jc.source_of(eqn)} is on a mesh of {sizes}; an actor\'s'
+          f' mesh is {dict(self._mesh_sizes)} (the argument `mesh` of mpmd_jit). Constrain on that'
+          ' mesh.'
+      )
+    return bool(self._mesh_sizes and sizes)
+
   def _loop(self, eqn: Any, invars: list[Any]) -> tuple[dict[str, Any], list[Any]]:
     """The loop's parameters, its body inlined, and its operands.
 
     Constants that the body held become operands, in front of the others.
     """
-    inner = _Inliner(None, self.notes)
+    inner = _Inliner(None, self.notes, self._mesh_sizes)
     body = inner.closed(eqn.params['jaxpr'])
     body = jc.new_jaxpr((), [*inner.constvars, *body.invars], body.outvars, body.eqns)
     consts = self._known_consts(inner.constvars, inner.consts)
@@ -272,12 +293,12 @@ class _Inliner:
       return type(value)(self._inlined(eqn, v) for v in value)
     # A checkpoint's body is open; from JAX 0.12 on the types don't tell.
     if isinstance(value, jc.ClosedJaxpr) and eqn.primitive.name not in _CHECKPOINTS:
-      inner = _Inliner(eqn, self.notes)
+      inner = _Inliner(eqn, self.notes, self._mesh_sizes)
       jaxpr = inner.closed(value)
       jaxpr = jc.new_jaxpr(inner.constvars, jaxpr.invars, jaxpr.outvars, jaxpr.eqns)
       return jc.ClosedJaxpr(jaxpr, inner.consts)
     if isinstance(value, jc.Jaxpr) and not value.constvars:
-      inner = _Inliner(eqn, self.notes)
+      inner = _Inliner(eqn, self.notes, self._mesh_sizes)
       jaxpr = inner.closed(jc.ClosedJaxpr(value, ()))
       # An open jaxpr can't hold constants; keep the original where inlining found some.
       return value if inner.consts else jaxpr

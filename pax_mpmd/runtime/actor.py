@@ -1,4 +1,4 @@
-"""One actor: its device, its arrays, its plans. The same object behind threads and processes."""
+"""One actor: its devices, its arrays, its plans. The same object behind threads and processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pax_mpmd.plan.instructions import ActorPlan
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
 from pax_mpmd.runtime.channels import Transport
+from pax_mpmd.runtime.devices import ActorDevices
 from pax_mpmd.runtime.executables import ExecutableCache
 from pax_mpmd.runtime.failure import brief
 from pax_mpmd.runtime.failure import Failure
@@ -35,8 +36,8 @@ class Actor:
 
   Args:
     rank: the pipeline rank.
-    device: where its programs run.
-    cache: compiled programs of that device.
+    devices: where its programs run.
+    cache: compiled programs of those devices.
     transport: channels to the other actors.
     progress: where to keep the place it is at.
   """
@@ -44,7 +45,7 @@ class Actor:
   def __init__(
       self,
       rank: int,
-      device: xla.Device,
+      devices: ActorDevices,
       cache: ExecutableCache,
       transport: Transport,
       progress: Progress | None = None,
@@ -52,7 +53,7 @@ class Actor:
     self.rank = rank
     self.progress = progress or Progress()
     self.compiled: tuple[int, int] = (0, 0)  # programs ready, programs asked for
-    self._device = device
+    self._devices = devices
     self._cache = cache
     self._transport = transport
     self._executables: dict[str, Executable] = {}
@@ -124,7 +125,7 @@ class Actor:
       self.compiled = (done, total)
 
     programs = self._cache.compile_all(wanted, on_progress)
-    self._plans[handle] = prepare(plan, wanted, programs, self._transport, self._device)
+    self._plans[handle] = prepare(plan, wanted, programs, self._transport, self._devices)
 
   def _do_step(
       self, handle: int, step: int, inputs: Sequence[int | np.ndarray], first_output: int
@@ -136,12 +137,13 @@ class Actor:
     """
     prepared = self._plans[handle]
     arrays = []
-    for value in inputs:
+    for value, slot in zip(inputs, prepared.plan.inputs):
+      aval = prepared.plan.slots[slot]
       if isinstance(value, int):
-        arrays.append(self._store[value])
+        arrays.append(self._devices.as_sharded(self._store[value], aval))
       else:
         # A copy: what came may be memory of the caller, or of Ray's object store.
-        arrays.append(xla.to_device(value, self._device))
+        arrays.append(self._devices.to_device(value, aval))
     for position in prepared.donated_inputs:
       if isinstance(inputs[position], int):
         self._store.pop(inputs[position], None)
@@ -164,7 +166,7 @@ class Actor:
       memory = self._arriving[buffer_id]
       memory.reshape(-1).view(np.uint8)[start : start + data.size] = data
       if start + data.size == aval.nbytes:
-        self._store[buffer_id] = xla.adopt(self._arriving.pop(buffer_id), self._device)
+        self._store[buffer_id] = self._devices.adopt(self._arriving.pop(buffer_id), aval)
 
   def _do_fetch(self, parts: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
     """Bytes [start, stop) of buffers, as uint8[stop - start] each."""

@@ -20,8 +20,12 @@ class Runtime(Protocol):
   def num_actors(self) -> int:
     """Number of actors started; 0 before `start`."""
 
-  def start(self, num_actors: int) -> None:
+  def start(self, num_actors: int, devices_per_actor: int = 1) -> None:
     """Starts the actors. Does nothing if that many are running already.
+
+    Args:
+      num_actors: how many.
+      devices_per_actor: how many devices each runs its programs on.
 
     Raises:
       ConfigError: another number is running already, or they can't be started as configured.

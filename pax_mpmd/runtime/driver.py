@@ -16,6 +16,7 @@ from pax_mpmd.compile.program import Aval
 from pax_mpmd.errors import ActorError
 from pax_mpmd.errors import ConfigError
 from pax_mpmd.errors import MpmdError
+from pax_mpmd.plan.instructions import ActorPlan
 from pax_mpmd.plan.instructions import Plan
 from pax_mpmd.runtime import interpreter
 from pax_mpmd.runtime.buffers import Buffer
@@ -60,6 +61,7 @@ class Driver(abc.ABC):
       raise ConfigError(f'max_steps_in_flight must be at least 1, got {max_steps_in_flight}.')
     self._max_steps_in_flight = max_steps_in_flight
     self._num_actors = 0
+    self._devices_per_actor = 0
     self._closed = False
     self._error: ActorError | None = None
     # _lock: order of messages. _state_lock: calls, reports, the verdict; never held while waiting.
@@ -80,7 +82,7 @@ class Driver(abc.ABC):
   # What a runtime supplies.
 
   @abc.abstractmethod
-  def _start(self, num_actors: int) -> None:
+  def _start(self, num_actors: int, devices_per_actor: int) -> None:
     """Starts the actors and returns when each takes messages."""
 
   @abc.abstractmethod
@@ -105,11 +107,17 @@ class Driver(abc.ABC):
   def num_actors(self) -> int:
     return self._num_actors
 
-  def start(self, num_actors: int) -> None:
+  def start(self, num_actors: int, devices_per_actor: int = 1) -> None:
     with self._lock:
       self._check_usable()
-      if self._num_actors == num_actors:
+      if (self._num_actors, self._devices_per_actor) == (num_actors, devices_per_actor):
         return
+      if self._num_actors == num_actors:
+        raise ConfigError(
+            f'The actors of this runtime have {self._devices_per_actor} devices each, and a mesh of'
+            f' {devices_per_actor} is asked for. Steps that share a runtime need meshes of the same'
+            ' size; else give each its own runtime.'
+        )
       if self._num_actors:
         raise ConfigError(
             f'This runtime already runs {self._num_actors} actors, and {num_actors} are asked '
@@ -121,8 +129,9 @@ class Driver(abc.ABC):
       self._next_message = [0] * num_actors
       self._freed = [collections.deque() for _ in range(num_actors)]
       self._sent_executables = [set() for _ in range(num_actors)]
-      self._start(num_actors)
+      self._start(num_actors, devices_per_actor)
       self._num_actors = num_actors
+      self._devices_per_actor = devices_per_actor
 
   def load(self, plan: Plan, on_progress: Callable[[int, int], None] | None = None) -> int:
     assert len(plan.actors) == self._num_actors, (len(plan.actors), self._num_actors)
@@ -165,7 +174,10 @@ class Driver(abc.ABC):
       loaded = self._plans[handle]
       step = self._num_steps
       self._num_steps += 1
-      inputs = [self._put_if_large(actor, values) for actor, values in enumerate(inputs)]
+      inputs = [
+          self._put_if_large(actor, loaded.plan.actors[actor], values)
+          for actor, values in enumerate(inputs)
+      ]
       # Checked and packed for all actors before the first message: half a step can't be undone.
       packed = [self._pack(a, loaded, values) for a, values in enumerate(inputs)]
       assert len(packed) == self._num_actors, (len(packed), self._num_actors)
@@ -190,21 +202,7 @@ class Driver(abc.ABC):
     with self._lock:
       self._check_usable()
       values = [np.asarray(array) for array in arrays]
-      first = self._next_buffer
-      self._next_buffer += len(values)
-      avals = [Aval(value.shape, value.dtype.name) for value in values]
-      ready: dict[int, Future] = {}
-      previous: Future | None = None
-      for group in _groups([aval.nbytes for aval in avals]):
-        parts = [
-            (first + i, avals[i], start, _flat_bytes(values[i])[start:stop])
-            for i, start, stop in group
-        ]
-        if previous is not None:
-          previous.result()  # else a large state would pile up on the way
-        previous = self._call(actor, 'put', parts)
-        ready.update({i: previous for i, _, _ in group})
-      return [self._buffer(actor, first + i, aval, ready[i]) for i, aval in enumerate(avals)]
+      return self._put(actor, values, [Aval(v.shape, v.dtype.name) for v in values])
 
   def fetch(self, buffers: Sequence[Buffer]) -> list[np.ndarray]:
     self._check_usable()
@@ -282,7 +280,10 @@ class Driver(abc.ABC):
       if isinstance(value, Buffer):
         assert value.actor == actor, (value, actor)
         self._check_readable([value])
-        assert value.aval == plan.slots[slot], (value, plan.slots[slot])
+        expected = plan.slots[slot]
+        # Their shardings may differ: the actor then moves the array.
+        found = value.aval.shape, value.aval.dtype
+        assert found == (expected.shape, expected.dtype), (value, expected)
         packed.append(value.id)
       else:
         value = np.asarray(value)
@@ -294,12 +295,33 @@ class Driver(abc.ABC):
         packed.append(value)
     return packed
 
-  def _put_if_large(self, actor: int, values: Sequence) -> Sequence[np.ndarray | Buffer]:
+  def _put(
+      self, actor: int, values: Sequence[np.ndarray], avals: Sequence[Aval]
+  ) -> list[Buffer]:
+    first = self._next_buffer
+    self._next_buffer += len(values)
+    ready: dict[int, Future] = {}
+    previous: Future | None = None
+    for group in _groups([aval.nbytes for aval in avals]):
+      parts = [
+          (first + i, avals[i], start, _flat_bytes(values[i])[start:stop])
+          for i, start, stop in group
+      ]
+      if previous is not None:
+        previous.result()  # else a large state would pile up on the way
+      previous = self._call(actor, 'put', parts)
+      ready.update({i: previous for i, _, _ in group})
+    return [self._buffer(actor, first + i, aval, ready[i]) for i, aval in enumerate(avals)]
+
+  def _put_if_large(
+      self, actor: int, plan: ActorPlan, values: Sequence
+  ) -> Sequence[np.ndarray | Buffer]:
     """Sends arrays ahead, in parts, where one message would be too large: a first state, say."""
     arrays = {i: np.asarray(v) for i, v in enumerate(values) if not isinstance(v, Buffer)}
     if sum(array.nbytes for array in arrays.values()) <= _MESSAGE_BYTES:
       return values
-    buffers = dict(zip(arrays, self.put(actor, list(arrays.values()))))
+    avals = [plan.slots[plan.inputs[i]] for i in arrays]
+    buffers = dict(zip(arrays, self._put(actor, list(arrays.values()), avals)))
     return [buffers.get(i, value) for i, value in enumerate(values)]
 
   def _call(self, actor: int, method: str, *args: Any) -> Future:

@@ -1,4 +1,4 @@
-"""Compiling programs: once per device and key, several at a time."""
+"""Compiling programs: once per actor's devices and key, several at a time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 
 from pax_mpmd.compile.program import Executable
 from pax_mpmd.runtime import xla
+from pax_mpmd.runtime.devices import ActorDevices
 
 __all__ = ['CompiledProgram', 'ExecutableCache']
 
@@ -20,10 +21,10 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-  """A program ready to run on one device.
+  """A program ready to run.
 
   Attributes:
-    execute: all arguments (arrays on the device) -> all results.
+    execute: all arguments (arrays on the actor's devices) -> all results.
     donated: positions of arguments that are gone after a call.
   """
 
@@ -32,10 +33,10 @@ class CompiledProgram:
 
 
 class ExecutableCache:
-  """The compiled programs of one device. Thread-safe; equal keys are compiled once."""
+  """The compiled programs of an actor's devices. Thread-safe; equal keys are compiled once."""
 
-  def __init__(self, device: xla.Device, num_threads: int | None = None):
-    self.device = device
+  def __init__(self, devices: ActorDevices, num_threads: int | None = None):
+    self._devices = devices
     self._num_threads = num_threads or max(1, min(4, os.cpu_count() or 1))
     self._lock = threading.Lock()
     self._futures: dict[str, concurrent.futures.Future[CompiledProgram]] = {}
@@ -78,8 +79,8 @@ class ExecutableCache:
 
   def _compile(self, executable: Executable, future: concurrent.futures.Future) -> None:
     try:
-      loaded = xla.compile_module(executable.module, self.device)
-      future.set_result(CompiledProgram(xla.executor(loaded), executable.donated))
+      execute = self._devices.compile(executable)
+      future.set_result(CompiledProgram(execute, executable.donated))
     except Exception as error:  # handed to every waiter, the compile thread goes on
       with self._lock:
         self._futures.pop(executable.key, None)

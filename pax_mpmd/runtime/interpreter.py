@@ -30,6 +30,7 @@ from pax_mpmd.plan.instructions import Send
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
 from pax_mpmd.runtime.channels import Transport
+from pax_mpmd.runtime.devices import ActorDevices
 from pax_mpmd.runtime.executables import CompiledProgram
 from pax_mpmd.runtime.failure import brief
 from pax_mpmd.runtime.failure import Failure
@@ -202,7 +203,7 @@ def _reads(instruction: Instruction) -> tuple[int, ...]:
 
 
 class PreparedPlan:
-  """An ActorPlan bound to a device, its compiled programs and its channels."""
+  """An ActorPlan bound to an actor's devices, its compiled programs and its channels."""
 
   def __init__(self, plan: ActorPlan, ops: tuple[_Op, ...], constants, donated: tuple[int, ...]):
     self.plan = plan
@@ -309,13 +310,13 @@ def prepare(
     executables: Mapping[str, Executable],
     programs: Mapping[str, CompiledProgram],
     transport: Transport,
-    device: xla.Device,
+    devices: ActorDevices,
 ) -> PreparedPlan:
   """Binds a plan. Opens the channels it sends on first, then waits for those it receives on."""
   largest = largest_messages(plan)
   for dst in sorted(largest):
     transport.outgoing(dst, largest[dst])
-  block = xla.is_cpu(device)
+  block = devices.is_cpu
   donated_ever = {
       instruction.inputs[position]
       for instruction in plan.instructions
@@ -356,7 +357,9 @@ def prepare(
       ops.append(_Op(index, _free(instruction.slots)))
   for recv_index in sorted(set(recv_of.values())):
     wait_for_recv(recv_index, recv_index)
-  constants = tuple((slot, xla.to_device(np.asarray(a), device)) for slot, a in plan.constants)
+  constants = tuple(
+      (slot, devices.to_device(np.asarray(a), plan.slots[slot])) for slot, a in plan.constants
+  )
   return PreparedPlan(plan, tuple(ops), constants, donated_inputs(plan, executables))
 
 

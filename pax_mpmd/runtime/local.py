@@ -11,6 +11,7 @@ import weakref
 from pax_mpmd.errors import ConfigError
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.actor import Actor
+from pax_mpmd.runtime.devices import ActorDevices
 from pax_mpmd.runtime.driver import Driver
 from pax_mpmd.runtime.executables import ExecutableCache
 from pax_mpmd.runtime.failure import Failure
@@ -24,8 +25,8 @@ class LocalRuntime(Driver):
   """Runs the actors as threads on the devices of this process.
 
   Args:
-    devices: one for each actor, taken again from the front where there are fewer; by default
-      `jax.local_devices()`.
+    devices: one for each actor, or as many as its mesh has, taken again from the front where
+      there are fewer; by default `jax.local_devices()`.
     channel_capacity: messages a channel holds before a Send waits; None: any number. 0 makes each
       Send wait for its Recv, which shows whether a plan also runs on the poorest channels.
     max_steps_in_flight: how many steps may be under way before `run` waits for the oldest.
@@ -52,14 +53,27 @@ class LocalRuntime(Driver):
     self._hub: LocalHub | None = None
     self._finalizer: weakref.finalize | None = None
 
-  def _start(self, num_actors: int) -> None:
+  def _start(self, num_actors: int, devices_per_actor: int) -> None:
     available = list(self._devices or xla.local_devices())
-    devices = [available[rank % len(available)] for rank in range(num_actors)]
-    # By identity: actors on one device share its compiled programs.
-    caches = {id(device): ExecutableCache(device) for device in devices}
-    self._hub = LocalHub(devices, self._channel_capacity)
-    for rank, device in enumerate(devices):
-      actor = Actor(rank, device, caches[id(device)], LocalTransport(self._hub, rank))
+    if len(available) < devices_per_actor:
+      raise ConfigError(
+          f'Each actor\'s mesh has {devices_per_actor} devices, and LocalRuntime has'
+          f' {len(available)} ({available}). Give it more (LocalRuntime.devices; on CPUs'
+          f' XLA_FLAGS=--xla_force_host_platform_device_count={devices_per_actor * num_actors}'
+          ' before JAX starts), or make the mesh smaller.'
+      )
+    # Actors on the same devices share their compiled programs.
+    groups = [
+        ActorDevices(available[i : i + devices_per_actor])
+        for i in range(0, len(available) - devices_per_actor + 1, devices_per_actor)
+    ]
+    caches = [ExecutableCache(group) for group in groups]
+    self._hub = LocalHub(
+        [groups[rank % len(groups)] for rank in range(num_actors)], self._channel_capacity
+    )
+    for rank in range(num_actors):
+      group = rank % len(groups)
+      actor = Actor(rank, groups[group], caches[group], LocalTransport(self._hub, rank))
       messages: queue.SimpleQueue = queue.SimpleQueue()
       self._actors.append(actor)
       self._queues.append(messages)

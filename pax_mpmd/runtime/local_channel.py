@@ -9,6 +9,7 @@ import threading
 from pax_mpmd.compile.program import Aval
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
+from pax_mpmd.runtime.devices import ActorDevices
 
 __all__ = ['LocalChannel', 'LocalHub', 'LocalTransport']
 
@@ -19,17 +20,17 @@ class LocalChannel:
   Args:
     src: sending actor.
     dst: receiving actor.
-    device: where the receiver wants its arrays.
+    devices: where the receiver wants its arrays.
     capacity: None: a Send never waits and a Recv waits at its first reader, as between
       processes. k: a Send waits while k messages lie in the queue, and a Recv waits at its place.
       0: a Send waits until the Recv has taken its message.
   """
 
-  def __init__(self, src: int, dst: int, device: xla.Device, capacity: int | None):
+  def __init__(self, src: int, dst: int, devices: ActorDevices, capacity: int | None):
     self.src = src
     self.dst = dst
     self.strict = capacity is not None
-    self._device = device
+    self._devices = devices
     self._capacity = capacity
     self._condition = threading.Condition()
     self._queue: collections.deque[tuple[str, list[xla.Array]]] = collections.deque()
@@ -44,7 +45,7 @@ class LocalChannel:
   ) -> None:
     del taken_over
     # Copied here, on the sender's thread: its own copy may be donated by the next instruction.
-    message = (label, [xla.copy_to(array, self._device) for array in arrays])
+    message = (label, [self._devices.copy(array) for array in arrays])
     with self._condition:
       number = self._num_sent
       self._num_sent += 1
@@ -107,7 +108,7 @@ class _LocalTicket:
 class LocalHub:
   """All channels of one LocalRuntime."""
 
-  def __init__(self, devices: Sequence[xla.Device], capacity: int | None):
+  def __init__(self, devices: Sequence[ActorDevices], capacity: int | None):
     self._devices = devices
     self._capacity = capacity
     self._lock = threading.Lock()

@@ -14,6 +14,7 @@ from typing import Any
 from pax_mpmd.runtime import versions
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.actor import Actor
+from pax_mpmd.runtime.devices import ActorDevices
 from pax_mpmd.runtime.executables import ExecutableCache
 from pax_mpmd.runtime.interpreter import Progress
 from pax_mpmd.runtime.processes import Process
@@ -70,20 +71,24 @@ class RayActor:
     self._secret = secret
     self._actor: Actor | None = None
 
-  def hello(self, driver_versions: dict[str, str]) -> dict[str, Any]:
-    """Says who this is and, if the versions are the driver's, gets ready for messages."""
+  def hello(self, driver_versions: dict[str, str], num_devices: int) -> dict[str, Any]:
+    """Says who this is and, if it is what the driver needs, gets ready for messages."""
     mine = versions.versions()
     reply: dict[str, Any] = {'versions': mine, 'pid': os.getpid(), 'host': host_id()}
     if versions.differences(driver_versions, mine):
       return reply
-    device = xla.local_devices()[0]
+    available = xla.local_devices()
+    reply['devices'] = [str(device) for device in available]
+    if len(available) < num_devices:
+      return reply
+    devices = ActorDevices(available[:num_devices])
     # The driver maps this memory too and so knows the last instruction of a process that was
     # killed. It has no name; the descriptor stays open for the driver to find.
     fd = os.memfd_create('pax-mpmd-progress', os.MFD_CLOEXEC)
     os.ftruncate(fd, mmap.PAGESIZE)
     words = memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast('q')[:PROGRESS_WORDS]
-    transport = ShmTransport(self._run_id, self._rank, self._secret, device)
-    self._actor = Actor(self._rank, device, ExecutableCache(device), transport, Progress(words))
+    transport = ShmTransport(self._run_id, self._rank, self._secret, devices)
+    self._actor = Actor(self._rank, devices, ExecutableCache(devices), transport, Progress(words))
     reply['progress_fd'] = fd
     return reply
 

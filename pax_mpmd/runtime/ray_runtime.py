@@ -110,12 +110,13 @@ class RayRuntime(Driver):
       atexit.unregister(self._finalizer)
       self._finalizer()
 
-  def _start(self, num_actors: int) -> None:
+  def _start(self, num_actors: int, devices_per_actor: int) -> None:
     session = RaySession(
         self._address,
+        devices_per_actor,
         self._num_cpus,
         self._num_gpus,
-        worker_environment(self._actor_env, self._threads),
+        worker_environment(self._actor_env, self._threads, devices_per_actor),
         self._start_timeout_s,
         self._log,
     )

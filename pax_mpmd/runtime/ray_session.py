@@ -38,13 +38,14 @@ _num_users = 0
 
 
 def worker_environment(
-    actor_env: Mapping[str, str] | None, threads_per_actor: int | None
+    actor_env: Mapping[str, str] | None, threads_per_actor: int | None, devices_per_actor: int = 1
 ) -> dict[str, str]:
   """Environment variables of a worker, on top of those Ray gives it.
 
   Args:
     actor_env: the user's; these win.
     threads_per_actor: threads XLA may use for one operation on a CPU; None: one.
+    devices_per_actor: devices of an actor's mesh.
   """
   env: dict[str, str] = {}
   root = os.path.dirname(os.path.dirname(os.path.abspath(pax_mpmd.__file__)))
@@ -63,6 +64,8 @@ def worker_environment(
   # busy: more threads an actor would only get in each other's way.
   threads = threads_per_actor or 1
   eigen = 'true' if threads > 1 else 'false'
+  if devices_per_actor > 1:
+    flags.append(f'--xla_force_host_platform_device_count={devices_per_actor}')
   flags += [f'--xla_cpu_multi_thread_eigen={eigen}', f'intra_op_parallelism_threads={threads}']
   env['XLA_FLAGS'] = ' '.join(flags)
   env['OMP_NUM_THREADS'] = str(threads)
@@ -75,6 +78,7 @@ class RaySession:
 
   Args:
     address: of a running Ray; None: RAY_ADDRESS if set, else a Ray of our own.
+    devices_per_actor: devices each needs.
     num_cpus_per_actor: what Ray's scheduler books for each.
     num_gpus_per_actor: the same for GPUs.
     env: the workers' environment.
@@ -85,6 +89,7 @@ class RaySession:
   def __init__(
       self,
       address: str | None,
+      devices_per_actor: int,
       num_cpus_per_actor: float,
       num_gpus_per_actor: float,
       env: Mapping[str, str],
@@ -92,6 +97,7 @@ class RaySession:
       log: Callable[[str], None],
   ):
     self._address = address
+    self._devices_per_actor = devices_per_actor
     self._num_cpus = num_cpus_per_actor
     self._num_gpus = num_gpus_per_actor
     self._env = dict(env)
@@ -190,7 +196,7 @@ class RaySession:
           scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
       ).remote(rank, run_id, secret, driver, companions)
       self.handles.append(handle)
-      refs.append(handle.hello.remote(versions.versions()))
+      refs.append(handle.hello.remote(versions.versions(), self._devices_per_actor))
     _, missing = ray.wait(
         refs, num_returns=num_actors, timeout=self._start_timeout_s, fetch_local=True
     )
@@ -227,6 +233,12 @@ class RaySession:
       raise ConfigError(
           f'Actor {rank} runs other versions than the driver: {"; ".join(differences)}. Programs '
           'are exchanged between them, so install the same versions on both sides.'
+      )
+    if len(reply['devices']) < self._devices_per_actor:
+      raise ConfigError(
+          f'Actor {rank} has {len(reply["devices"])} devices ({", ".join(reply["devices"])}), and'
+          f' its mesh needs {self._devices_per_actor}. Give each actor more'
+          ' (RayRuntime.num_gpus_per_actor, actor_env), or make the mesh smaller.'
       )
     if reply['host'] != host_id():
       raise ConfigError(

@@ -4,6 +4,7 @@ Each actor listens on an abstract UNIX socket (it has no file). Who sends to it 
 prove that they know the run's secret, and the sender passes the memory of a ring. A message in the
 ring is a small header and the arrays' bytes one after the other: one copy from the sender's device
 buffer into the ring, one from there into memory of the receiver's own, which its device then uses.
+An array that is split over several devices travels whole, at the price of a copy more on each side.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from pax_mpmd.compile.program import Aval
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
+from pax_mpmd.runtime.devices import ActorDevices
 from pax_mpmd.runtime.shm_ring import create_ring
 from pax_mpmd.runtime.shm_ring import RingClosed
 from pax_mpmd.runtime.shm_ring import RingReader
@@ -146,11 +148,11 @@ class ShmIncoming:
 
   strict = False
 
-  def __init__(self, ring: RingReader, src: int, dst: int, device: xla.Device):
+  def __init__(self, ring: RingReader, src: int, dst: int, devices: ActorDevices):
     self._ring = ring
     self._src = src
     self._name = f'{src} -> {dst}'
-    self._device = device
+    self._devices = devices
     self._posted: dict[int, tuple[Sequence[Aval], str]] = {}
     self._arrived: dict[int, list[xla.Array]] = {}
     self._num_posted = 0
@@ -187,7 +189,7 @@ class ShmIncoming:
       for aval in avals:
         memory = xla.empty_aligned(aval.shape, aval.numpy_dtype)
         self._ring.read_into(_bytes_of(memory))
-        arrays.append(xla.adopt(memory, self._device))
+        arrays.append(self._devices.adopt(memory, aval))
       return arrays
     except RingClosed as error:
       raise ChannelClosed(
@@ -215,14 +217,14 @@ class ShmTransport:
     run_id: names the run's sockets; the same for all its actors, no two runs alike.
     actor: this actor's rank.
     secret: what only the run's own processes know.
-    device: where received arrays go.
+    devices: where received arrays go.
   """
 
-  def __init__(self, run_id: str, actor: int, secret: bytes, device: xla.Device):
+  def __init__(self, run_id: str, actor: int, secret: bytes, devices: ActorDevices):
     self._run_id = run_id
     self._actor = actor
     self._secret = secret
-    self._device = device
+    self._devices = devices
     self._condition = threading.Condition()
     self._outgoing: dict[int, ShmOutgoing] = {}
     self._incoming: dict[int, ShmIncoming] = {}
@@ -245,7 +247,7 @@ class ShmTransport:
         ring = self._connect(dst, ring_bytes)
       except OSError as error:
         raise ChannelClosed(dst, f'actor {dst} can not be reached: {error}') from error
-      inline = xla.is_cpu(self._device)
+      inline = self._devices.is_cpu
       self._outgoing[dst] = ShmOutgoing(ring, self._actor, dst, inline)
     return self._outgoing[dst]
 
@@ -315,7 +317,7 @@ class ShmTransport:
     except (OSError, struct.error):
       sock.close()
       return
-    channel = ShmIncoming(RingReader(sock, fds[0]), src, dst, self._device)
+    channel = ShmIncoming(RingReader(sock, fds[0]), src, dst, self._devices)
     with self._condition:
       self._incoming[src] = channel
       closed = self._closed

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import logging
+import math
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ import numpy as np
 from pax_mpmd import plan as planning
 from pax_mpmd.compile.program import Leaf
 from pax_mpmd.compile.program import StepProgram
+from pax_mpmd.compile.shardings import mesh_sizes
 from pax_mpmd.compile.step import compile_step
 from pax_mpmd.compile.step import num_microbatches_of
-from pax_mpmd.compile.step import trace
+from pax_mpmd.compile.trace import trace_step
 from pax_mpmd.errors import ConfigError
 from pax_mpmd.errors import shown
 from pax_mpmd.plan.instructions import Plan
@@ -55,6 +57,8 @@ def mpmd_jit(
     schedule: Schedule,
     runtime: Runtime,
     donate_argnums: int | Sequence[int] = (),
+    mesh: jax.sharding.Mesh | None = None,
+    in_shardings: Any = None,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> MpmdFunction:
   """Compiles `step` to run on pipeline actors.
@@ -68,6 +72,12 @@ def mpmd_jit(
     runtime: where the actors live: `LocalRuntime()` or `RayRuntime()`.
     donate_argnums: positions of arguments the caller gives up, as in `jax.jit`: usually the
       training state.
+    mesh: gives each actor several devices, over which its programs are partitioned as `jax.jit`
+      would: `jax.lax.with_sharding_constraint` in `step` is on this mesh. Its axes count; its
+      devices are those of this process that the programs are lowered with. None: one device.
+    in_shardings: with `mesh`: a tuple with a `PartitionSpec` (or `NamedSharding`) for each
+      argument, or a tree of them for its leaves, as in `jax.jit`; None: whole on each device. What
+      a result replaces in the next step keeps its sharding.
     on_progress: called with (what is being done, how many are done, how many there are) while a
       step is traced, planned and compiled.
 
@@ -76,18 +86,19 @@ def mpmd_jit(
     actors until somebody reads it.
 
   Raises:
-    ConfigError: `schedule` isn't a Schedule, or `donate_argnums` isn't made of positions. When
-      called: an argument isn't an array of numbers.
+    ConfigError: `schedule` isn't a Schedule, or `donate_argnums` isn't made of positions, or
+      `in_shardings` is given without `mesh`. When called: an argument isn't an array of numbers,
+      or `in_shardings` doesn't fit the arguments.
     ScheduleError: when called: the schedule isn't valid for the number of microbatches.
     PartitionError: when called: the step can't be cut.
   """
-  return MpmdFunction(step, schedule, runtime, donate_argnums, on_progress)
+  return MpmdFunction(step, schedule, runtime, donate_argnums, mesh, in_shardings, on_progress)
 
 
 class MpmdFunction:
   """What `mpmd_jit` returns."""
 
-  def __init__(self, step, schedule, runtime, donate_argnums, on_progress):
+  def __init__(self, step, schedule, runtime, donate_argnums, mesh, in_shardings, on_progress):
     if not isinstance(schedule, Schedule):
       raise ConfigError(
           f'mpmd_jit: schedule={shown(schedule)} is a {type(schedule).__name__}; it must be a'
@@ -109,11 +120,21 @@ class MpmdFunction:
           f'mpmd_jit: donate_argnums={donate_argnums!r} must be positions of arguments, counted'
           ' from 0.'
       )
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+      raise ConfigError(
+          f'mpmd_jit: mesh={shown(mesh)} must be a jax.sharding.Mesh of the devices of one actor,'
+          ' or None.'
+      )
+    if in_shardings is not None and mesh is None:
+      raise ConfigError('mpmd_jit: in_shardings needs mesh, the mesh its axes are of.')
     functools.update_wrapper(self, step, updated=())
     self._step = step
     self._schedule = schedule
     self._runtime = runtime
     self._donate = tuple(donate)
+    self._mesh = mesh
+    self._num_devices = math.prod(mesh_sizes(mesh).values()) if mesh is not None else 1
+    self._in_shardings = in_shardings
     self._on_progress = on_progress or (lambda what, done, total: None)
     self._planned: dict[Any, PlannedStep] = {}
     self._handles: dict[Any, int] = {}
@@ -122,7 +143,7 @@ class MpmdFunction:
     leaves, in_tree, avals = _flatten(args, kwargs)
     key = _key(in_tree, avals)
     planned = self._plan(key, in_tree, avals)
-    self._runtime.start(len(planned.plan.actors))
+    self._runtime.start(len(planned.plan.actors), self._num_devices)
     handle = self._handles.get(key)
     if handle is None:
       handle = self._runtime.load(
@@ -155,7 +176,9 @@ class MpmdFunction:
     self._on_progress('tracing the step', 0, 1)
     args, kwargs = jax.tree_util.tree_unflatten(in_tree, list(avals))
     donated = self._donated(args, kwargs)
-    traced = trace(self._step, in_tree, avals, donated)
+    sizes = mesh_sizes(self._mesh) if self._mesh is not None else {}
+    in_specs = _partition_specs(self._in_shardings, args, kwargs)
+    traced = trace_step(self._step, in_tree, avals, donated, sizes)
     self._on_progress('planning', 0, 1)
     # First, so that a broken schedule isn't reported as a step that doesn't fit it. A step without
     # a gradient needs no backward tasks; the planner finds out where they are missing.
@@ -174,6 +197,8 @@ class MpmdFunction:
         donated=donated,
         next_value_of=_next_values(args, traced),
         split_stages=split_stages,
+        mesh=self._mesh,
+        in_specs=in_specs,
     )
     plan = planning.lower(compiled.program, self._schedule)
     planning.verify(plan)
@@ -195,6 +220,39 @@ class MpmdFunction:
     for i, arg in enumerate(args):
       flags += [i in self._donate] * len(jax.tree_util.tree_leaves(arg))
     return flags + [False] * len(jax.tree_util.tree_leaves(kwargs))
+
+
+def _partition_specs(in_shardings: Any, args: Sequence[Any], kwargs: Any) -> list[Any]:
+  """Per flat argument its PartitionSpec, or None."""
+  specs: list[Any] = []
+  if in_shardings is None:
+    in_shardings = (None,) * len(args)
+  if not isinstance(in_shardings, (tuple, list)) or len(in_shardings) != len(args):
+    raise ConfigError(
+        f'mpmd_jit: in_shardings={shown(in_shardings)} must be a tuple with one entry for each of'
+        f' the {len(args)} positional arguments.'
+    )
+
+  def is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, (jax.sharding.PartitionSpec, jax.sharding.NamedSharding))
+
+  def spread(spec: Any, part: Any) -> None:
+    if not is_spec(spec):
+      raise ConfigError(
+          f'mpmd_jit: in_shardings has {shown(spec)}; its leaves must be PartitionSpecs,'
+          ' NamedShardings or None.'
+      )
+    spec = getattr(spec, 'spec', spec)
+    specs.extend([spec] * len(jax.tree_util.tree_leaves(part)))
+
+  for i, (sharding, arg) in enumerate(zip(in_shardings, args)):
+    try:
+      jax.tree_util.tree_map(spread, sharding, arg, is_leaf=is_spec)
+    except ValueError as error:
+      raise ConfigError(
+          f'mpmd_jit: in_shardings[{i}] is not a prefix of the tree of argument {i}: {error}'
+      ) from error
+  return specs + [None] * len(jax.tree_util.tree_leaves(kwargs))
 
 
 def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, list[jax.ShapeDtypeStruct]]:

@@ -31,12 +31,12 @@ def is_cpu(device: Device) -> bool:
   return device.platform == 'cpu'
 
 
-def compile_module(module: bytes, device: Device) -> Loaded:
-  """Compiles serialized StableHLO of a program for one device, to run on `device`.
+def compile_module(module: bytes, devices: Sequence[Device]) -> Loaded:
+  """Compiles serialized StableHLO of a program.
 
   Args:
     module: MLIR bytecode, or a portable artifact of `jax.experimental.export`.
-    device: a device of this process.
+    devices: devices of this process that it runs on, as many as it was lowered for.
 
   Returns:
     The loaded executable.
@@ -47,13 +47,13 @@ def compile_module(module: bytes, device: Device) -> Loaded:
   options = functools.partial(
       compiler.get_compile_options,
       num_replicas=1,
-      num_partitions=1,
-      device_assignment=np.array([[device.id]]),
+      num_partitions=len(devices),
+      device_assignment=np.array([[device.id for device in devices]]),
   )
-  client = device.client
+  client = devices[0].client
   if not hasattr(client, 'compile_and_load'):  # 0.4.26
-    return client.compile(module, options(use_spmd_partitioning=False))
-  return client.compile_and_load(module, [device], options())
+    return client.compile(module, options(use_spmd_partitioning=len(devices) > 1))
+  return client.compile_and_load(module, list(devices), options())
 
 
 def executor(loaded: Loaded) -> Callable[[Sequence[Array]], list[Array]]:
@@ -64,6 +64,15 @@ def executor(loaded: Loaded) -> Callable[[Sequence[Array]], list[Array]]:
   def execute(args: Sequence[Array]) -> list[Array]:
     results = loaded.execute_sharded(args).disassemble_into_single_device_arrays()
     return [result[0] for result in results]
+
+  return execute
+
+
+def sharded_executor(loaded: Loaded) -> Callable[[Sequence[Array]], list[list[Array]]]:
+  """Like `executor`, on arrays of several devices: per result its array on each device."""
+
+  def execute(args: Sequence[Array]) -> list[list[Array]]:
+    return loaded.execute_sharded(args).disassemble_into_single_device_arrays()
 
   return execute
 

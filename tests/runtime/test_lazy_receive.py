@@ -12,6 +12,7 @@ from pax_mpmd.compile.program import Aval
 from pax_mpmd.plan import verify
 from pax_mpmd.runtime import shm_channel
 from pax_mpmd.runtime import xla
+from pax_mpmd.runtime.devices import ActorDevices
 from pax_mpmd.runtime.executables import ExecutableCache
 from pax_mpmd.runtime.interpreter import prepare
 from pax_mpmd.runtime.interpreter import Progress
@@ -49,15 +50,15 @@ def test_memory_is_taken_over_before_the_message_is_read(monkeypatch):
   plan = late_reader_plan()
   verify(plan)
   monkeypatch.setattr(shm_channel, '_MAX_RING', 1 << 16)
-  device = xla.local_devices()[0]
+  devices = ActorDevices(xla.local_devices()[:1])
   run_id = uuid.uuid4().hex
-  transports = [ShmTransport(run_id, actor, b'secret', device) for actor in range(3)]
-  programs = ExecutableCache(device).compile_all(plan.executables)
+  transports = [ShmTransport(run_id, actor, b'secret', devices) for actor in range(3)]
+  programs = ExecutableCache(devices).compile_all(plan.executables)
   outputs = {}
 
   def run(actor):
-    prepared = prepare(plan.actors[actor], plan.executables, programs, transports[actor], device)
-    given = [xla.to_device(np.arange(5, 5 + (1 << 16), dtype=np.float32), device)]
+    prepared = prepare(plan.actors[actor], plan.executables, programs, transports[actor], devices)
+    given = [xla.to_device(np.arange(5, 5 + (1 << 16), dtype=np.float32), devices.devices[0])]
     outputs[actor] = prepared.run(0, given if actor == 0 else [], Progress())
 
   threads = [threading.Thread(target=run, args=(actor,), daemon=True) for actor in range(3)]

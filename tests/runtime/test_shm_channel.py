@@ -17,6 +17,7 @@ from pax_mpmd.compile.program import Aval
 from pax_mpmd.runtime import shm_channel
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
+from pax_mpmd.runtime.devices import ActorDevices
 from pax_mpmd.runtime.shm_channel import ShmTransport
 from pax_mpmd.runtime.shm_ring import create_ring
 from pax_mpmd.runtime.shm_ring import RingClosed
@@ -34,7 +35,7 @@ def device():
 def transports(device):
   """Two actors of one run."""
   run_id = uuid.uuid4().hex
-  pair = [ShmTransport(run_id, actor, b'secret', device) for actor in (0, 1)]
+  pair = [ShmTransport(run_id, actor, b'secret', ActorDevices([device])) for actor in (0, 1)]
   yield pair
   for transport in pair:
     transport.close()
@@ -139,7 +140,7 @@ def test_a_peer_that_leaves(transports, device, waiting):
 
 def test_strangers_are_refused(transports, device):
   """Who doesn't know the secret gets no channel, and doesn't keep others from theirs."""
-  stranger = ShmTransport(transports[0]._run_id + 'x', 0, b'guessed', device)
+  stranger = ShmTransport(transports[0]._run_id + 'x', 0, b'guessed', ActorDevices([device]))
   stranger._run_id = transports[0]._run_id
   silent = socket.socket(socket.AF_UNIX)
   silent.connect(transports[1]._address(1))  # connects and says nothing
