@@ -40,9 +40,11 @@ class TinyPipelined(stdlib_lm.StdlibLm):
 
 @experiment_registry.register
 class TinyCircular(TinyPipelined):
-  """The same layers as 8 stages of one layer, two stages a device."""
+  """The same layers as 8 stages of one layer, two stages and two devices a rank."""
 
   CIRCULAR_REPEAT = 2
+  ICI_MESH_SHAPE = [4, 1, 2, 1]
+  PERCORE_BATCH_SIZE = 2
 
 
 @experiment_registry.register

@@ -45,7 +45,7 @@ def run(
 
   for name, (experiment, schedule, runtime) in MPMD_RUNS.items():
     if experiment not in runs:
-      start(experiment, experiment)
+      start(experiment, experiment, devices=8)
     args = ['--mpmd', f'--mpmd_runtime={runtime}']
     if schedule:
       args.append(f'--mpmd_schedule={schedule}')

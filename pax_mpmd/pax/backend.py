@@ -6,6 +6,7 @@ import atexit
 from collections.abc import Callable
 import copy
 from typing import Any
+import weakref
 
 import fiddle as fdl
 
@@ -15,7 +16,19 @@ from pax_mpmd import schedules
 from pax_mpmd.pax import status as status_lib
 from pax_mpmd.pax import transform
 
-__all__ = ['Backend', 'make_runtime', 'make_schedule']
+__all__ = ['Backend', 'close_all', 'make_runtime', 'make_schedule']
+
+# Those whose actors may be running.
+_open: weakref.WeakSet = weakref.WeakSet()
+
+
+def close_all() -> None:
+  """Stops the actors of all backends that have some, and says so."""
+  backends = list(_open)
+  if backends:
+    status_lib.status.say('stopping the actors')
+  for backend in backends:
+    backend.close()
 
 
 def make_schedule(
@@ -102,18 +115,25 @@ class Backend:
     schedules.validate(self.schedule, num_microbatches)
 
   def build_step(
-      self, fn: Callable[..., Any], donate_argnums: tuple[int, ...] = ()
+      self,
+      fn: Callable[..., Any],
+      donate_argnums: tuple[int, ...] = (),
+      mesh: Any | None = None,
+      in_shardings: Any = None,
   ) -> Callable[..., Any]:
     """`mpmd_jit` of a step function with this backend's schedule and runtime."""
     if self._runtime is None:
       self._status.capture_logger('pax_mpmd')
       self._runtime = make_runtime(self._spec)
       atexit.register(self.close)  # for ways out that don't go through the executor
+      _open.add(self)
     return pax_mpmd.mpmd_jit(
         fn,
         schedule=self.schedule,
         runtime=self._runtime,
         donate_argnums=donate_argnums,
+        mesh=mesh,
+        in_shardings=in_shardings,
         on_progress=self._on_progress,
     )
 
@@ -130,3 +150,4 @@ class Backend:
     if self._runtime is not None:
       self._runtime.close()
       atexit.unregister(self.close)
+      _open.discard(self)

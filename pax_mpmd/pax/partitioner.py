@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import functools
+import math
 from typing import Any
 
 from absl import logging
@@ -41,9 +42,12 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
     Args:
       task: the task (instance or config), for its mesh.
       pipeline: what `transform.mpmd_task` found in it.
-      backend: a `backend.Backend`, or what has its methods: `build_step(fn, donate_argnums)`,
-        `check(num_microbatches)`, `fetch(tree)` and `close()`.
+      backend: a `backend.Backend`, or what has its methods: `build_step(fn, donate_argnums, mesh,
+        in_shardings)`, `check(num_microbatches)`, `fetch(tree)` and `close()`.
       init_is_eval: as in Pax.
+
+    Raises:
+      ConfigError: this process has fewer devices than one stage, so its programs can't be lowered.
     """
     devices, needed = jax.local_devices(), pipeline.num_devices
     if len(devices) == needed:
@@ -59,8 +63,18 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
     super().__init__(init_is_eval, reshard_inputs=False, task=task, device_mesh=device_mesh)
     self._pipeline = pipeline
     self._backend = backend
-    one_device = np.asarray(devices[:1]).reshape([1] * len(self._mesh_names))
-    self._actor_mesh = jax.sharding.Mesh(one_device, self._mesh_names)
+    sizes = [size for _, size in pipeline.stage_mesh] or [1] * len(self._mesh_names)
+    per_actor = math.prod(sizes)
+    if len(devices) < per_actor:
+      raise errors.ConfigError(
+          f'A stage has {per_actor} devices ({dict(pipeline.stage_mesh)}, of ICI_MESH_SHAPE x'
+          f' DCN_MESH_SHAPE), and this process has {len(devices)} to lower its programs for. Run it'
+          ' by python -m pax_mpmd.main --mpmd, which makes them, or set'
+          f' XLA_FLAGS=--xla_force_host_platform_device_count={needed}.'
+      )
+    self._actor_mesh = jax.sharding.Mesh(
+        np.asarray(devices[:per_actor]).reshape(sizes), self._mesh_names
+    )
 
   @property
   def pipeline(self) -> transform.PipelineConfig:
@@ -127,14 +141,21 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
     def traced(state, prng_key, inputs):
       # Constraints inside are then those of one actor's devices.
       with self._actor_mesh:
-        return step(state, prng_key, inputs)
+        # Pax pads variables that the mesh doesn't divide.
+        state, output = step(self._unpad_states(metadata, state), prng_key, inputs)
+        return state and self._pad_states(metadata, state), output
 
     return traced
 
   def build_step(self, step_fn: Any, is_eval: bool) -> Callable[..., Any]:
     """`mpmd_jit` of `traceable_step`."""
+    specs = self.get_train_state_metadata(discard_opt_states=is_eval).partition_specs
+    several = self._actor_mesh.size > 1
     return self._backend.build_step(
-        self.traceable_step(step_fn, is_eval), donate_argnums=() if is_eval else (0,)
+        self.traceable_step(step_fn, is_eval),
+        donate_argnums=() if is_eval else (0,),
+        mesh=self._actor_mesh if several else None,
+        in_shardings=(specs, None, None) if several else None,
     )
 
   def _lazy_output(self, output: trainer_lib.StepFnOutput) -> trainer_lib.StepFnOutput:

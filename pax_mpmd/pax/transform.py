@@ -32,6 +32,7 @@ class PipelineConfig:
     circular_repeat: stages per rank.
     microbatching: how a batch is split.
     num_devices: devices of the whole configured mesh.
+    stage_mesh: names and sizes of the mesh axes within one stage, the stage axis having size 1.
     own_yields: the stages are marked by `pipeline_yield` calls of the model's own.
   """
 
@@ -39,6 +40,7 @@ class PipelineConfig:
   circular_repeat: int
   microbatching: microbatches.Microbatching
   num_devices: int
+  stage_mesh: tuple[tuple[str, int], ...] = ()
   own_yields: bool = False
 
   @property
@@ -138,13 +140,14 @@ def _cut_task(
     )
   microbatching = unpipelined.microbatching_of(num_microbatches, microbatch_size)
   cut = unpipelined.cut_stack(task, num_stages)
-  unpipelined.check_mesh(task, _mesh(task.model))
+  unpipelined.check_mesh(_mesh(task.model))
   unpipelined.check_same_per_microbatch(task, microbatching)
   return task, PipelineConfig(
       num_ranks=num_stages,
       circular_repeat=1,
       microbatching=microbatching,
       num_devices=num_devices(task.model.ici_mesh_shape, task.model.dcn_mesh_shape),
+      stage_mesh=tuple(_mesh(task.model).items()),
       own_yields=not cut,
   )
 
@@ -176,13 +179,6 @@ def check(task: Any, pipe: Any) -> PipelineConfig:
   )
   mesh = _mesh(task.model)
   stage_axis = _stage_axis(pipe)
-  for axis, size in mesh.items():
-    if axis != stage_axis and size != 1:
-      raise errors.ConfigError(
-          f'ICI_MESH_SHAPE x DCN_MESH_SHAPE gives the mesh axis {axis!r} {size} devices; several'
-          ' devices for one pipeline rank are not supported yet. Set'
-          f' ICI_MESH_SHAPE = [{ranks}, 1, 1, 1] and leave DCN_MESH_SHAPE at 1 in this axis.'
-      )
   if mesh and mesh.get(stage_axis, 1) != ranks:
     raise errors.ConfigError(
         f'The mesh axis {stage_axis!r} has {mesh.get(stage_axis, 1)} devices but NUM_STAGES is'
@@ -201,6 +197,7 @@ def check(task: Any, pipe: Any) -> PipelineConfig:
       circular_repeat=pipe.circular_repeat,
       microbatching=microbatching,
       num_devices=num_devices(task.model.ici_mesh_shape, task.model.dcn_mesh_shape),
+      stage_mesh=tuple((axis, 1 if axis == stage_axis else n) for axis, n in mesh.items()),
   )
 
 

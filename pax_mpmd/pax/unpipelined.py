@@ -102,15 +102,14 @@ def _check_repeated(stack: Any) -> None:
       )
 
 
-def check_mesh(task: Any, mesh: dict[str, int]) -> None:
-  """Checks that one device holds a stage.
+def check_mesh(mesh: dict[str, int]) -> None:
+  """Checks that there is a mesh.
 
   Args:
-    task: config of a `tasks_lib.SingleTask`.
     mesh: axis name -> devices of ici_mesh_shape x dcn_mesh_shape; empty if there is none.
 
   Raises:
-    ConfigError: there is no mesh, or it has more than one device.
+    ConfigError: there is none.
   """
   if not mesh:
     raise errors.ConfigError(
@@ -119,15 +118,6 @@ def check_mesh(task: Any, mesh: dict[str, int]) -> None:
         ' [1, 1, 1] (replica, data, mdl), or in task() model.ici_mesh_shape = [1, 1, 1] and'
         " model.mesh_axis_names = ['replica', 'data', 'mdl']."
     )
-  for axis, size in mesh.items():
-    if size != 1:
-      ones = [1] * len(task.model.ici_mesh_shape)
-      raise errors.ConfigError(
-          f'ICI_MESH_SHAPE x DCN_MESH_SHAPE gives the mesh axis {axis!r} {size} devices; several'
-          f' devices for one stage are not supported yet. Set ICI_MESH_SHAPE = {ones} (and'
-          f' DCN_MESH_SHAPE = {ones}). An experiment whose batch is PERCORE_BATCH_SIZE times the'
-          f' number of devices then needs a PERCORE_BATCH_SIZE {size} times as large to keep it.'
-      )
 
 
 def check_same_per_microbatch(

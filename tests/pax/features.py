@@ -382,18 +382,6 @@ def _own_pipeline(task_p: Any) -> None:
 
 REFUSED = (
     Refused(
-        'Several devices in a stage (`ICI_MESH_SHAPE` with replica, data or mdl > 1)',
-        'ICI_MESH_SHAPE',
-        ("'data' 2", '[2, 1, 1, 1]'),
-        (('ICI_MESH_SHAPE', [2, 1, 2, 1]),),
-    ),
-    Refused(
-        'Several slices in a stage (`DCN_MESH_SHAPE` with replica, data or mdl > 1)',
-        'DCN_MESH_SHAPE',
-        ("'replica' 2",),
-        (('DCN_MESH_SHAPE', [1, 2, 1, 1]),),
-    ),
-    Refused(
         'Batch norm, VQ n-grams or experts outside of the stages',
         'final_ln_tpl',
         ('BatchNorm', 'NUM_MICROBATCHES=1'),
@@ -423,6 +411,12 @@ REFUSED = (
 # What other tests hold: feature, result, test.
 ELSEWHERE = [
     ('Tied embeddings, Adam, packed rows with ragged ends', 'equal to Pax', '`TinyLm`'),
+    (
+        'Several devices in a stage (`ICI_MESH_SHAPE` or `DCN_MESH_SHAPE` with `replica`, `data` or'
+        ' `mdl` > 1), sizes that they do not divide included',
+        'equal to Pax',
+        '`test_sharded.py`',
+    ),
     ('Experts in the stages, their aux losses (`moe_layers`)', 'equal to Pax', '`TinyMoe`'),
     (
         'Repeated layers in a stage (`USE_REPEATED_LAYER`)',

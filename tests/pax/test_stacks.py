@@ -185,7 +185,6 @@ _REFUSED = [
     (Listed, dict(NUM_STAGES=None), None, ['a StackedTransformer', '--mpmd_num_stages']),
     (Listed, dict(NUM_MICROBATCHES=None), None, ['--mpmd_num_microbatches']),
     (Listed, dict(MICROBATCH_SIZE=2), None, ['NUM_MICROBATCHES=8', 'MICROBATCH_SIZE=2']),
-    (Repeated, dict(ICI_MESH_SHAPE=[1, 4, 1]), None, ["'data' 4", '[1, 1, 1]', '4 times']),
     (Repeated, dict(ICI_MESH_SHAPE=None), None, ['ICI_MESH_SHAPE', '[1, 1, 1]']),
     (Listed, {}, _moe, ['tr', 'num_experts', 'NUM_MICROBATCHES=1']),
     (Listed, {}, _batch_norm, ['lm_tpl.final_ln_tpl', 'BatchNorm', 'NUM_MICROBATCHES=1']),

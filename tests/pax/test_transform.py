@@ -28,8 +28,6 @@ _REFUSED = [
     (dict(NUM_STAGES=None), ['NUM_STAGES', 'None']),
     (dict(ICI_MESH_SHAPE=[2, 1, 1, 1]), ['ICI_MESH_SHAPE', 'NUM_STAGES=4', '[4, 1, 1, 1]']),
     (dict(ICI_MESH_SHAPE=None), ['ICI_MESH_SHAPE', '[4, 1, 1, 1]']),
-    (dict(ICI_MESH_SHAPE=[4, 1, 2, 1]), ['ICI_MESH_SHAPE', "'data'", 'not supported yet']),
-    (dict(DCN_MESH_SHAPE=[1, 1, 1, 2]), ['DCN_MESH_SHAPE', "'mdl'", 'not supported yet']),
 ]
 
 

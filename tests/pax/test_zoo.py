@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pax_mpmd import errors
-from pax_mpmd.pax import transform
 from tests.pax import compare
 from tests.pax import tiny
 from tests.pax import zoo
@@ -34,11 +32,3 @@ def test_the_groups_have_every_experiment_once():
   for group in GROUPS:
     assert all(zoo.essence(zoo.shrink(e)) == zoo.essence(zoo.shrink(group[0])) for e in group)
   assert set(zoo.SCHEDULES) <= {group[0].__name__ for group in GROUPS}
-
-
-def test_what_the_shipped_meshes_are_refused_for():
-  """The experiments as shipped have several devices in a stage; the error names the field."""
-  refused = [e for e in zoo.SHIPPED if zoo.devices_per_stage(e) > 1]
-  (experiment,) = [e for e in refused if e.__name__ == 'LmCloudSpmdPipeline9B']
-  with pytest.raises(errors.ConfigError, match=r"ICI_MESH_SHAPE.*'replica' 4"):
-    transform.mpmd_task(experiment().task())

@@ -125,9 +125,10 @@ def batch(seed: int, rows: int = BATCH) -> py_utils.NestedMap:
   )
 
 
-def specs() -> Any:
+def specs(inputs: Any = None) -> Any:
   """Shapes and dtypes of a batch."""
-  return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(0))
+  inputs = batch(0) if inputs is None else inputs
+  return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
 
 
 class Run:
@@ -141,6 +142,7 @@ class Run:
       schedule: Any = None,
       actors: int | None = None,
       initial: Any = None,
+      inputs: Any = None,
   ):
     """Constructor.
 
@@ -152,7 +154,9 @@ class Run:
         plain `jax.jit`.
       actors: number of actors; None: one for each pipeline rank.
       initial: the initial state; None: made from the seed.
+      inputs: a batch such as the steps will get; None: one of `batch`.
     """
+    self._specs = specs(inputs)
     task_p = experiment().task()
     if mpmd:
       task_p, pipeline = transform.mpmd_task(task_p, **transform.stages_of(experiment))
@@ -173,7 +177,7 @@ class Run:
       self.partitioner = partitioning.PjitPartitioner(False, True, self.task, device_mesh=mesh)
     self._steps: dict[bool, Any] = {}
     key = jax.random.PRNGKey(seed)
-    self.partitioner.setup(self.task, key, train_inputs_shape_dtype=specs())
+    self.partitioner.setup(self.task, key, train_inputs_shape_dtype=self._specs)
     if initial is not None:
       self.initial = initial
       return
@@ -189,7 +193,16 @@ class Run:
           if is_eval
           else trainer_lib.train_step_single_learner
       )
-      self._steps[is_eval] = self.partitioner.partition(fn, specs(), is_eval)[0]
+      self._steps[is_eval] = self.partitioner.partition(fn, self._specs, is_eval)[0]
+    if not isinstance(self.partitioner, partitioner_lib.MpmdPartitioner):
+      # Where a stage has several devices, Pax's step takes its state in its own shardings only.
+      specs_of_state = self.partitioner.get_train_state_metadata().partition_specs
+      mesh = self.partitioner.global_mesh
+      state = jax.tree_util.tree_map(
+          lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)),
+          state,
+          specs_of_state,
+      )
     if is_eval:
       state = state.to_eval_state()
     static = trainer_lib.BaseStepFnStaticArgs(unpadded_global_batch_size=None)
@@ -210,8 +223,9 @@ def pipeline_devices(task_p: Any) -> int:
 class PlainBackend:
   """Runs steps under plain `jax.jit`, on the driver."""
 
-  def build_step(self, fn, donate_argnums=()):
+  def build_step(self, fn, donate_argnums=(), mesh=None, in_shardings=None):
     del donate_argnums  # the tests look at states again
+    del mesh, in_shardings  # of devices that plain jit would take from the arguments
     return jax.jit(fn)
 
   def check(self, num_microbatches):
