@@ -9,7 +9,7 @@ objective of a microbatch is W_i loss_i + (W / M - W_i) aux_i, W = sum(W_i).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -24,6 +24,7 @@ from paxml import trainer_lib
 from pax_mpmd import errors
 from pax_mpmd.compile import marks
 from pax_mpmd.pax import layer
+from pax_mpmd.pax import metrics as metrics_lib
 from pax_mpmd.pax import microbatches
 from pax_mpmd.pax import outputs as outputs_lib
 from pax_mpmd.pax import updates
@@ -58,6 +59,7 @@ class ScalarRules:
     unit: the scalars whose weight is 1 whatever the batch is. Pax's models give it to what isn't an
       average over tokens, among them the counts, which they name num_something.
     dtypes: those of value and weight of each scalar.
+    classes: of those that are clu metrics, their classes.
     total_weight: the weight of the whole batch's loss where the pipeline adds auxiliary losses,
       else None.
   """
@@ -65,6 +67,7 @@ class ScalarRules:
   loss_key: str
   unit: frozenset[str]
   dtypes: dict[str, tuple[Any, Any]]
+  classes: dict[str, type]
   total_weight: Any = None
 
   def sums_of(self, scalars: dict[str, tuple[Any, Any]], aux_loss: Any) -> Sums:
@@ -112,26 +115,38 @@ class ScalarRules:
     return name == self.loss_key or (name == 'aux_loss' and name in self.unit)
 
 
-def find_rules(loss_key: str | None, scalars_fn: Callable[..., Any], *args: Any) -> ScalarRules:
-  """Finds how the weighted scalars of a model combine, by tracing it once.
+def find_rules(
+    loss_key: str | None,
+    metrics_fn: Callable[..., metrics_lib.Metrics],
+    args: Sequence[Any],
+    split: Callable[[Any], Any],
+    num_microbatches: int,
+) -> ScalarRules:
+  """Finds how the weighted scalars of a model combine, by tracing it.
 
   Args:
     loss_key: the scalar that is the loss.
-    scalars_fn: gives the weighted scalars of the whole batch, name -> (value, weight).
-    *args: its arguments, arrays or tracers.
+    metrics_fn: gives the metrics of the whole batch.
+    args: its arguments, arrays or tracers.
+    split: makes the arguments for one microbatch of them.
+    num_microbatches: how many microbatches there are.
 
   Raises:
-    ConfigError: if the loss has no weight of its own, or the model returns clu metrics.
+    ConfigError: if the loss has no weight of its own, or clu metrics can't be merged.
   """
   names: list[str] = []
   dtypes: dict[str, tuple[Any, Any]] = {}
+  classes: dict[str, type] = {}
+  others: list[str] = []
   has_aux_losses = False
 
   def weights_of(*args):
     nonlocal has_aux_losses
     with layer.collect_aux_losses() as aux_losses:
-      scalars = scalars_fn(*args)
-    _check_pairs(scalars)
+      found = metrics_fn(*args)
+    scalars = found.scalars
+    classes.update(found.classes)
+    others.extend(found.others)
     has_aux_losses = bool(aux_losses)
     names[:] = sorted(scalars)
     dtypes.update({n: tuple(jnp.asarray(x).dtype for x in scalars[n]) for n in names})
@@ -140,10 +155,13 @@ def find_rules(loss_key: str | None, scalars_fn: Callable[..., Any], *args: Any)
   closed = jax.make_jaxpr(weights_of)(*args)
   if loss_key not in names:
     raise errors.ConfigError(
-        f'The loss {loss_key!r} is not among the weighted scalars that the model returns'
-        f' ({names}), so microbatches can not be combined. Use paxml.base_metrics.LossAggregator'
-        ' (task.loss_aggregator) with one of them as its loss_key.'
+        f'The loss {loss_key!r} is not among the weighted scalars (or WeightedScalarCluMetrics)'
+        f' that the model returns ({names}), so microbatches can not be combined. Use'
+        ' paxml.base_metrics.LossAggregator (task.loss_aggregator) with one of them as its'
+        ' loss_key.'
     )
+  if others:
+    metrics_lib.check_mergeable(metrics_fn, args, split, num_microbatches)
   leaves = jax.tree_util.tree_leaves(args)
   unit = frozenset(
       name for i, name in enumerate(names) if _is_one(outputs_lib.constant_output(closed, i))
@@ -153,7 +171,7 @@ def find_rules(loss_key: str | None, scalars_fn: Callable[..., Any], *args: Any)
     total = 1.0
     if loss_key not in unit:
       total = outputs_lib.eval_output(closed, names.index(loss_key), leaves)
-  return ScalarRules(loss_key, unit, dtypes, total)
+  return ScalarRules(loss_key, unit, dtypes, classes, total)
 
 
 def _is_one(value: np.ndarray | None) -> bool:
@@ -187,20 +205,6 @@ def numeric_summaries(summaries: dict[str, Any]) -> dict[str, Any]:
   return {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.number)}
 
 
-def _check_pairs(scalars: dict[str, Any]) -> None:
-  """Raises ConfigError where the model returns clu metrics in place of weighted scalars."""
-  others = {
-      name: type(value).__name__ for name, value in scalars.items() if not isinstance(value, tuple)
-  }
-  if others or not scalars:
-    raise errors.ConfigError(
-        "The model's compute_loss returns clu metrics"
-        + (f' ({", ".join(f"{name}: {cls}" for name, cls in others.items())})' if others else '')
-        + ', which can not be combined over microbatches yet. Return weighted scalars,'
-        ' (value, weight) pairs, under these names.'
-    )
-
-
 def make_grad_fn(
     microbatching: microbatches.Microbatching, var_weight_hparams: Any, loss_key: str | None
 ) -> trainer_lib.GradFnProtocol:
@@ -227,10 +231,10 @@ def make_grad_fn(
     num_microbatches = microbatching.count(batch_size)
     rules = find_rules(
         loss_key,
-        lambda *args: loss_fn(*args)[1].aux_info[1],
-        mdl_vars,
-        inputs,
-        prng_key,
+        lambda *args: _metrics_of(loss_fn(*args)[1]),
+        (mdl_vars, inputs, prng_key),
+        lambda args: (args[0], microbatching.first(args[1]), args[2]),
+        num_microbatches,
     )
     update_rules = updates.find_update_rules(
         lambda *args: loss_fn(*args)[1].aux_info[2],
@@ -246,6 +250,11 @@ def make_grad_fn(
     return run(inputs, prng_key)
 
   return grad_fn
+
+
+def _metrics_of(info: sgf.GradAuxInfo) -> metrics_lib.Metrics:
+  _, scalars, _, _, _, clu = info.aux_info
+  return metrics_lib.take_apart(scalars, clu)
 
 
 class _Loop:
@@ -276,26 +285,31 @@ class _Loop:
       batch['index'] = jnp.arange(m, dtype=jnp.int32)
 
     def microbatch_fn(microbatch):
-      (_, (sums, per_example_out)), grads = self._grad_fn(
+      (_, (sums, stacked)), grads = self._grad_fn(
           loss_fn=functools.partial(self._objective, microbatch.get('index')),
           learner=self._learner,
           mdl_vars=self._mdl_vars,
           inputs=without_empty_weights(microbatch['inputs']),
           prng_key=microbatch['prng_key'],
       )
-      return (grads, sums), per_example_out
+      return (grads, sums), stacked
 
-    (grads, sums), per_example_out = marks.accumulate_grads(microbatch_fn, batch)
+    (grads, sums), (per_example_out, clu) = marks.accumulate_grads(microbatch_fn, batch)
     weight = sums['weight']
     grads = jax.tree_util.tree_map(lambda g: safe_divide(g, weight.astype(g.dtype)), grads)
     loss = safe_divide(sums['main'], weight) + sums['aux_loss'] / m
+    scalars, clu = metrics_lib.put_together(
+        self._rules.combine(sums['scalars'], m),
+        self._rules.classes,
+        metrics_lib.merge(clu, self._streams),
+    )
     aux_info = (
         loss,
-        self._rules.combine(sums['scalars'], m),
+        scalars,
         self._update_rules.combine(sums['updates'], self._mdl_vars),
         mean_summaries(sums['summaries'], m),
         microbatches.merge_microbatches(per_example_out, self._streams),
-        {},
+        clu,
     )
     return (loss, sgf.GradAuxInfo(loss_weight=weight, aux_info=aux_info)), grads
 
@@ -304,7 +318,9 @@ class _Loop:
     rules = self._rules
     with layer.collect_aux_losses() as aux_losses:
       loss, info = self._loss_fn(mdl_vars, inputs, prng_key)
-    _, scalars, updated_vars, summaries, per_example_out, _ = info.aux_info
+    _, _, updated_vars, summaries, per_example_out, _ = info.aux_info
+    metrics = _metrics_of(info)
+    scalars = metrics.scalars
     weight = jnp.asarray(jax.lax.stop_gradient(scalars[rules.loss_key][1]), loss.dtype)
     aux_loss = sum(aux_losses, jnp.zeros((), loss.dtype))
     objective = weighted(loss, weight)
@@ -321,4 +337,4 @@ class _Loop:
         summaries=numeric_summaries(summaries),
         updates=self._update_rules.sums_of(updated_vars, self._mdl_vars, index),
     )
-    return objective, (sums, per_example_out)
+    return objective, (sums, (per_example_out, metrics.others))

@@ -69,6 +69,12 @@ class Microbatching:
       )
     return num_microbatches
 
+  def first(self, batch: Any) -> Any:
+    """The first microbatch of a batch of leaves `[B, ...]`."""
+    num_microbatches = self.count(jax.tree_util.tree_leaves(batch)[0].shape[0])
+    split = split_batch(batch, num_microbatches, self.streams)
+    return jax.tree_util.tree_map(lambda x: x[0], split)
+
 
 def split_batch(batch: Any, num_microbatches: int, streams: int = 1) -> Any:
   """Splits leaves `[B, ...]` into `[M, B // M, ...]`, strided: microbatch i has rows i, i + M, ...

@@ -13,6 +13,7 @@ from paxml import trainer_lib
 from pax_mpmd.compile import marks
 from pax_mpmd.pax import layer
 from pax_mpmd.pax import loss as loss_lib
+from pax_mpmd.pax import metrics as metrics_lib
 from pax_mpmd.pax import microbatches
 
 __all__ = ['make_eval_step', 'make_train_step']
@@ -67,24 +68,29 @@ def make_eval_step(
 
     rules = loss_lib.find_rules(
         task.loss_aggregator_inst.loss_key,
-        lambda *args: evaluate(*args).weighted_scalars,
-        state,
-        prng_key,
-        inputs,
+        lambda *args: _metrics_of(evaluate(*args)),
+        (state, prng_key, inputs),
+        lambda args: (*args[:2], microbatching.first(args[2])),
+        m,
     )
     batch = dict(
         inputs=microbatches.split_batch(inputs, m, microbatching.streams),
         prng_key=jax.random.split(prng_key, m),
     )
-    sums, per_example_out = marks.accumulate_grads(
+    sums, (per_example_out, clu) = marks.accumulate_grads(
         functools.partial(_eval_microbatch, functools.partial(evaluate, state), rules), batch
+    )
+    scalars, clu = metrics_lib.put_together(
+        rules.combine(sums['scalars'], m),
+        rules.classes,
+        metrics_lib.merge(clu, microbatching.streams),
     )
     output = trainer_lib.StepFnOutput(
         loss=loss_lib.safe_divide(sums['main'], sums['weight']) + sums['aux_loss'] / m,
-        weighted_scalars=rules.combine(sums['scalars'], m),
+        weighted_scalars=scalars,
         per_example_out=microbatches.merge_microbatches(per_example_out, microbatching.streams),
         summary_tensors=loss_lib.mean_summaries(sums['summaries'], m),
-        clu_metrics={},
+        clu_metrics=clu,
     )
     return None, output
 
@@ -94,13 +100,18 @@ def make_eval_step(
 def _eval_microbatch(evaluate, rules, microbatch):
   with layer.collect_aux_losses() as aux_losses:
     out = evaluate(microbatch['prng_key'], microbatch['inputs'])
-  weight = jnp.asarray(out.weighted_scalars[rules.loss_key][1], out.loss.dtype)
+  metrics = _metrics_of(out)
+  weight = jnp.asarray(metrics.scalars[rules.loss_key][1], out.loss.dtype)
   aux_loss = sum(aux_losses, jnp.zeros((), out.loss.dtype))
   sums = dict(
       main=loss_lib.weighted(out.loss - aux_loss, weight),
       aux_loss=aux_loss,
       weight=weight,
-      scalars=rules.sums_of(out.weighted_scalars, aux_loss),
+      scalars=rules.sums_of(metrics.scalars, aux_loss),
       summaries=loss_lib.numeric_summaries(out.summary_tensors),
   )
-  return sums, out.per_example_out
+  return sums, (out.per_example_out, metrics.others)
+
+
+def _metrics_of(output: trainer_lib.StepFnOutput) -> metrics_lib.Metrics:
+  return metrics_lib.take_apart(output.weighted_scalars, output.clu_metrics)

@@ -322,7 +322,7 @@ class Squared(Small):
 
 
 class CluModel(models.LanguageModel):
-  """Returns an average of clu metrics besides weighted scalars."""
+  """Returns a clu metric among weighted scalars, which Pax's summaries can't take."""
 
   def compute_loss(self, predictions: Any, input_batch: Any) -> Any:
     scalars, per_example = super().compute_loss(predictions, input_batch)
@@ -330,8 +330,8 @@ class CluModel(models.LanguageModel):
     return scalars, per_example
 
 
-class WithCluMetrics(Small):
-  """Returns what can't be combined."""
+class WithBothMetrics(Small):
+  """Returns weighted scalars and clu metrics at once."""
 
   MODEL_CLASS = CluModel
 
@@ -431,6 +431,12 @@ ELSEWHERE = [
         '`CASES`, zoo',
     ),
     (
+        'clu metrics in place of weighted scalars: WeightedScalarCluMetric, Average, Std,'
+        ' LastValue, CollectingMetric, and others that merge',
+        'equal to Pax',
+        '`test_metrics.py`',
+    ),
+    (
         'Dropout (`DROPOUT_PROB`)',
         'other random bits than Pax; the same for any schedule and number of actors',
         '`test_dropout_does_not_depend_on_schedule_or_actors`',
@@ -454,8 +460,8 @@ REFUSED_ELSEWHERE = [
         '`test_refused_while_tracing`',
     ),
     (
-        'clu metrics',
-        'refused: `ConfigError` that names them',
-        '`test_refused_while_tracing`',
+        'clu metrics that count a batch as one, whatever its size; or among weighted scalars',
+        'refused: `ConfigError` that names the metric',
+        '`test_metrics.py`, `test_refused_while_tracing`',
     ),
 ]

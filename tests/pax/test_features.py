@@ -63,7 +63,7 @@ def test_refused(case):
     'experiment, words',
     [
         (features.Squared, 'squared in the pipeline.*depends on the order of the microbatches'),
-        (features.WithCluMetrics, 'average: Average.*weighted scalars'),
+        (features.WithBothMetrics, 'average: Average.*weighted scalars'),
     ],
 )
 def test_refused_while_tracing(experiment, words):

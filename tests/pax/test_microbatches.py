@@ -9,6 +9,7 @@ import pytest
 
 from pax_mpmd import errors
 from pax_mpmd.pax import loss
+from pax_mpmd.pax import metrics
 from pax_mpmd.pax import microbatches
 
 
@@ -62,7 +63,13 @@ def test_weighted_scalars_are_those_of_the_whole_batch(weights):
 
   @jax.jit
   def combined(values, mask):
-    rules = loss.find_rules('total_loss', _scalars, values.reshape(-1), mask.reshape(-1))
+    rules = loss.find_rules(
+        'total_loss',
+        lambda *args: metrics.take_apart(_scalars(*args), {}),
+        (values.reshape(-1), mask.reshape(-1)),
+        lambda args: args,
+        1,
+    )
     parts = [rules.sums_of(_scalars(v, w), jnp.zeros(())) for v, w in zip(values, mask)]
     return rules.combine(jax.tree_util.tree_map(lambda *xs: sum(xs), *parts), 4)
 
