@@ -10,6 +10,7 @@ from typing import Any
 
 from paxml import executors
 
+from pax_mpmd import errors
 from pax_mpmd.pax import checkpoint
 from pax_mpmd.pax import partitioner as partitioner_lib
 from pax_mpmd.pax import programs
@@ -42,10 +43,20 @@ class MpmdExecutor(executors.DefaultExecutor):
       train_input_p: Any,
       train_program: Any,
       eval_programs: Sequence[Any],
+      decode_programs: Sequence[Any],
       *args,
       **kwargs,
   ) -> None:
-    """As in Pax; wraps the checkpointer and the programs."""
+    """As in Pax; wraps the checkpointer and the programs.
+
+    Raises:
+      ConfigError: there is something to decode.
+    """
+    if decode_programs:
+      raise errors.ConfigError(
+          'Decoding during training (--decode_during_train) is not supported with MPMD pipelining.'
+          ' Decode the checkpoints with --mode=decode, without --mpmd: they are the same.'
+      )
     say = self._status.say
     step = checkpointer.step_to_restore
     say('initialising the model' if step is None else f'restoring the checkpoint of step {step}')
@@ -62,10 +73,10 @@ class MpmdExecutor(executors.DefaultExecutor):
         input_specs_provider,
         train_input_p,
         self._progress,
-        [
-            programs.EvalWithProgress(p, self._progress, self._report, self._status)
-            for p in eval_programs
-        ],
+        programs.with_progress(
+            eval_programs, self._report, self._status, self._progress.exclude_pause
+        ),
+        decode_programs,
         *args,
         **kwargs,
     )

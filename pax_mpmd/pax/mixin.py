@@ -13,6 +13,8 @@ from paxml import base_experiment
 from pax_mpmd.pax import backend as backend_lib
 from pax_mpmd.pax import executor as executor_lib
 from pax_mpmd.pax import partitioner as partitioner_lib
+from pax_mpmd.pax import pax_flags
+from pax_mpmd.pax import programs
 from pax_mpmd.pax import status as status_lib
 from pax_mpmd.pax import transform
 
@@ -65,7 +67,12 @@ class MpmdPipelineMixin(base_experiment.BaseExperiment):
     return backend_lib.Backend(schedule, self.RUNTIME)
 
   def partitioner(self) -> partitioner_lib.MpmdPartitioner:
-    """The partitioner that distributes the steps."""
+    """The partitioner that distributes the steps.
+
+    Raises:
+      ConfigError: if a flag of Pax can't be had with MPMD pipelining.
+    """
+    pax_flags.check()
     backend = self.mpmd_backend()
     pipeline = self.mpmd_pipeline()
     schedule = backend.schedule
@@ -73,11 +80,17 @@ class MpmdPipelineMixin(base_experiment.BaseExperiment):
         f'{pipeline.num_stages} stages on {schedule.num_actors} actors,'
         f' schedule {type(schedule).__name__}; reading the data set'
     )
-    return partitioner_lib.MpmdPartitioner(self.task(), pipeline, backend)
+    return partitioner_lib.MpmdPartitioner(
+        self.task(), pipeline, backend, init_is_eval=pax_flags.is_eval_mode()
+    )
 
   def executor(self) -> executor_lib.MpmdExecutor:
     """Pax's train loop with progress, clean ends and gathered checkpoints."""
     return executor_lib.MpmdExecutor()
+
+  def eval_programs(self) -> list[programs.EvalWithProgress]:
+    """Pax's eval programs (of a `--mode=eval` job, or of training) with progress."""
+    return programs.with_progress(super().eval_programs(), waits=pax_flags.is_eval_mode())
 
   def datasets(self) -> Any:
     with self._devices_of_the_pipeline():

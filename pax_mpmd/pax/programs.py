@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import time
 from typing import Any
 
@@ -12,7 +12,7 @@ from paxml import programs
 
 from pax_mpmd.pax import status as status_lib
 
-__all__ = ['EvalWithProgress', 'Report', 'TrainWithProgress']
+__all__ = ['EvalWithProgress', 'Report', 'TrainWithProgress', 'with_progress']
 
 
 class Report:
@@ -123,35 +123,71 @@ class TrainWithProgress:
 
 
 class EvalWithProgress:
-  """A Pax eval program that says what it is doing and what came out."""
+  """A Pax eval program that says what it is doing and what came out.
+
+  Attributes:
+    inner: the program that does the work.
+  """
 
   def __init__(
       self,
       inner: programs.BaseEvalProgram,
-      train: TrainWithProgress,
       report: Report,
       status: status_lib.Status,
+      on_pause: Callable[[float], None] = lambda seconds: None,
+      waits: bool = False,
   ):
-    self._inner = inner
-    self._train = train
+    """Constructor.
+
+    Args:
+      inner: the program that does the work.
+      report: receives the losses.
+      status: where to say it.
+      on_pause: called with the seconds that an evaluation took.
+      waits: Pax waits for the next checkpoint afterwards, if there is to be one.
+    """
+    self.inner = inner
     self._report = report
     self._status = status
+    self._on_pause = on_pause
+    self._waits = waits
 
   def __getattr__(self, name: str) -> Any:
-    return getattr(self._inner, name)
+    return getattr(self.inner, name)
 
   def run(self, state: Any, step: int) -> programs.EvalProgramOutput:
     start = time.monotonic()
-    name = self._inner.eval_input.name
+    name = self.inner.eval_input.name
     self._status.passing(f'evaluating on {name!r}')
-    output = self._inner.run(state, step)
-    metrics = output.eval_metrics or {}
-    loss = metrics.get('total_loss', metrics.get('loss'))
+    output = self.inner.run(state, step)
+    metrics = output.eval_metrics
+    if metrics is None:
+      self._status.say(f'step {step}: evaluated on {name!r} before, in this job_log_dir')
+    loss = (metrics or {}).get('total_loss', (metrics or {}).get('loss'))
     if loss is not None:
       self._report.add_eval_loss(name, step, float(loss))
       self._status.say(f'step {step}: loss on {name!r} {float(loss):.4f}')
-    self._train.exclude_pause(time.monotonic() - start)
+    if self._waits:
+      train_p = self.inner._task.train  # pylint: disable=protected-access
+      if step + train_p.save_interval_steps <= train_p.num_train_steps:
+        self._status.say(f'waiting for a checkpoint after step {step} (Ctrl-C ends)')
+    self._on_pause(time.monotonic() - start)
     return output
+
+
+def with_progress(
+    inner: Sequence[Any],
+    report: Report | None = None,
+    status: status_lib.Status | None = None,
+    on_pause: Callable[[float], None] = lambda seconds: None,
+    waits: bool = False,
+) -> list[EvalWithProgress]:
+  """Eval programs, with progress or without, as `EvalWithProgress`; see there."""
+  report, status = report or Report(), status or status_lib.status
+  inner = [p.inner if isinstance(p, EvalWithProgress) else p for p in inner]
+  return [
+      EvalWithProgress(p, report, status, on_pause, waits=waits and p is inner[-1]) for p in inner
+  ]
 
 
 def _duration(seconds: float) -> str:

@@ -77,9 +77,9 @@ def test_mixing_in():
 def test_numbers_for_an_experiment_that_leaves_them_open():
   """--mpmd_num_stages and --mpmd_num_microbatches fill what is None and override nothing."""
   mixed = launch.mpmd_experiment(Unset, num_stages=4, num_microbatches=2)
-  assert mixed().mpmd_pipeline() == transform.PipelineConfig(
-      4, 1, microbatches.Microbatching(num_microbatches=2), 4
-  )
+  pipeline = mixed().mpmd_pipeline()
+  assert (pipeline.num_ranks, pipeline.circular_repeat, pipeline.num_devices) == (4, 1, 4)
+  assert pipeline.microbatching == microbatches.Microbatching(num_microbatches=2)
   with pytest.raises(errors.ConfigError, match=r'--mpmd_num_stages=2.*NUM_STAGES=4'):
     launch.mpmd_experiment(tiny.TinyLm, num_stages=2)
 

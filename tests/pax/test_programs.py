@@ -41,7 +41,7 @@ class _Eval:
 def _programs(stream):
   report, status = programs.Report(), status_lib.Status(stream)
   train = programs.TrainWithProgress(_Train(), 4, report, status, interval_s=0.0)
-  return train, programs.EvalWithProgress(_Eval(), train, report, status), report
+  return train, programs.with_progress([_Eval()], report, status, train.exclude_pause)[0], report
 
 
 def test_progress_lines():
