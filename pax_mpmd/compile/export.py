@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from pax_mpmd.compile import jax_compat as jc
+from pax_mpmd.compile.mend import mend
 from pax_mpmd.compile.partition import CutLoop
 from pax_mpmd.compile.partition import TaskBody
 from pax_mpmd.compile.placement import OuterBody
@@ -42,8 +43,10 @@ def aval_of(aval: Any, sharding: Sharding | None = None) -> Aval:
   return Aval(tuple(map(int, stored.shape)), np.dtype(stored.dtype).name, sharding)
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], mesh: Any) -> list[Any]:
   """Evaluates `jaxpr` on arguments and to results as they are between programs."""
+  if mesh is not None:
+    jaxpr = mend(jaxpr, mesh)
   args = [jc.wrap_key(x, v.aval) for x, v in zip(args, jaxpr.invars)]
   return [jc.unwrap_key(x) for x in jc.eval_jaxpr(jaxpr, consts, *args)]
 
@@ -153,7 +156,7 @@ class Exporter:
           for x, row in zip(args, rows)
       ]
       outs = []
-      for x, carry in zip(_evaluate(jaxpr, consts, xs), is_carry):
+      for x, carry in zip(_evaluate(jaxpr, consts, xs, self._mesh), is_carry):
         if not carry:
           outs.append(x)
           continue
@@ -228,7 +231,7 @@ class Exporter:
         donated.append(i)
 
     def run(*args):
-      return _evaluate(jaxpr, consts, args)
+      return _evaluate(jaxpr, consts, args, self._mesh)
 
     key = self.executable(run, avals, out_avals, donated, 'outer', self.fingerprint(jaxpr))
     return OuterProgram(body.actor, name, key, inputs, outputs)

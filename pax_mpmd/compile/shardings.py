@@ -35,11 +35,6 @@ Spec = tuple[tuple[str, ...], ...]  # per dimension the mesh axes it is split ov
 _PHASES = {'F': 0, 'B': 1, 'I': 1, 'W': 2}
 
 
-def mesh_sizes(mesh: Any) -> dict[str, int]:
-  """The axes of a mesh that have several devices, with their sizes."""
-  return {str(name): size for name, size in dict(mesh.shape).items() if size > 1}
-
-
 def spec_of(partition_spec: Any, shape: Sequence[int], sizes: Mapping[str, int]) -> Spec:
   """A `jax.sharding.PartitionSpec` by dimensions; axes that don't divide theirs are left out."""
   dims = []

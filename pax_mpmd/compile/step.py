@@ -20,6 +20,7 @@ from pax_mpmd.compile.program import StepProgram
 from pax_mpmd.compile.repeats import merge_repeats
 from pax_mpmd.compile.shared import delay_shared_sums
 from pax_mpmd.compile.trace import loop_of
+from pax_mpmd.compile.trace import mesh_sizes
 from pax_mpmd.compile.trace import TracedStep
 from pax_mpmd.compile.unstack import unstack
 from pax_mpmd.compile.unstack import UnstackedStep
@@ -69,7 +70,7 @@ def compile_step(traced: TracedStep, *, placement: Sequence[int], num_actors: in
   outputs = _leaves(step.out_grids, [v.aval for v in traced.jaxpr.outvars], None)
   pairs = _piece_pairs(step, inputs, outputs, next_value_of)
   placed = place(step.jaxpr, cut, placement, pairs)
-  sizes = shardings_lib.mesh_sizes(mesh) if mesh is not None else {}
+  sizes = mesh_sizes(mesh)
   shardings = shardings_lib.shardings_of(
       step.jaxpr, placed, sizes, _piece_specs(step, inputs, in_specs, sizes), pairs
   )

@@ -10,7 +10,7 @@ the loop's body.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
@@ -40,6 +40,12 @@ _DEBUG = frozenset({'debug_callback', 'debug_print'})
 _CHECKPOINTS = frozenset({'checkpoint', 'remat', 'remat2'})
 
 
+def mesh_sizes(mesh: Any | None) -> dict[str, int]:
+  """The axes of a mesh that have several devices, with their sizes; none of no mesh."""
+  shape = {} if mesh is None else dict(mesh.shape)
+  return {str(name): size for name, size in shape.items() if size > 1}
+
+
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
   """A traced step: `jaxpr.constvars` go with `consts`, `jaxpr.invars` with the flat arguments.
@@ -64,12 +70,12 @@ def trace_step(
     in_tree: Any,
     avals: Sequence[Any],
     donated: Sequence[bool],
-    mesh_sizes: Mapping[str, int] | None = None,
+    mesh: Any | None = None,
 ) -> TracedStep:
   """Traces `step`, called with the arguments that `in_tree` and the flat `avals` describe.
 
-  `donated` says for each flat argument whether the caller gives it up; `mesh_sizes` has the axes of
-  an actor's mesh that have several devices.
+  `donated` says for each flat argument whether the caller gives it up; `mesh` is that of an actor,
+  None if it has one device.
 
   Raises:
     PartitionError: the step has no `accumulate_grads`, several, or one inside a loop or branch;
@@ -86,7 +92,7 @@ def trace_step(
 
   closed = jc.trace(flat_step, avals)
   _check_results(closed, out_tree[-1])
-  inliner = _Inliner(inside=None, notes=[], mesh_sizes=mesh_sizes or {})
+  inliner = _Inliner(inside=None, notes=[], mesh=mesh)
   jaxpr = inliner.closed(closed)
   jaxpr, _ = jc.dce(jaxpr, [True] * len(jaxpr.outvars))
   _check_marks(jaxpr)
@@ -151,13 +157,13 @@ class _Inliner:
 
   `constvars` and `consts` collect the constants of all inlined jaxprs, which become the outermost
   jaxpr's. `inside` names the equation whose body this is, None for the step and the loop's body.
-  `notes` gets a line for each equation left out. `mesh_sizes` as in `trace_step`.
+  `notes` gets a line for each equation left out. `mesh` as in `trace_step`.
   """
 
-  def __init__(self, inside: Any | None, notes: list[str], mesh_sizes: Mapping[str, int]):
+  def __init__(self, inside: Any | None, notes: list[str], mesh: Any | None):
     self.inside = inside
     self.notes = notes
-    self._mesh_sizes = mesh_sizes
+    self._mesh = mesh
     self.constvars: list[Any] = []
     self.consts: list[Any] = []
     self._by_identity: dict[int, Any] = {}
@@ -264,22 +270,22 @@ class _Inliner:
 
   def _constrains(self, eqn: Any) -> bool:
     """Whether a sharding constraint says something about the devices of an actor."""
-    sizes = getattr(getattr(eqn.params['sharding'], 'mesh', None), 'shape', {})
-    sizes = {str(name): size for name, size in sizes.items() if size > 1}
-    if self._mesh_sizes and sizes and sizes != self._mesh_sizes:
+    mesh = getattr(eqn.params['sharding'], 'mesh', None)
+    found, ours = mesh_sizes(mesh), mesh_sizes(self._mesh)
+    if ours and found and found != ours:
       raise PartitionError(
-          f'The sharding constraint at {jc.source_of(eqn)} is on a mesh of {sizes}; an actor\'s'
-          f' mesh is {dict(self._mesh_sizes)} (the argument `mesh` of mpmd_jit). Constrain on that'
+          f'The sharding constraint at {jc.source_of(eqn)} is on a mesh of {found}; an actor\'s'
+          f' mesh is {ours} (the argument `mesh` of mpmd_jit). Constrain on that'
           ' mesh.'
       )
-    return bool(self._mesh_sizes and sizes)
+    return bool(ours and found)
 
   def _loop(self, eqn: Any, invars: list[Any]) -> tuple[dict[str, Any], list[Any]]:
     """The loop's parameters, its body inlined, and its operands.
 
     Constants that the body held become operands, in front of the others.
     """
-    inner = _Inliner(None, self.notes, self._mesh_sizes)
+    inner = _Inliner(None, self.notes, self._mesh)
     body = inner.closed(eqn.params['jaxpr'])
     body = jc.new_jaxpr((), [*inner.constvars, *body.invars], body.outvars, body.eqns)
     consts = self._known_consts(inner.constvars, inner.consts)
@@ -293,12 +299,12 @@ class _Inliner:
       return type(value)(self._inlined(eqn, v) for v in value)
     # A checkpoint's body is open; from JAX 0.12 on the types don't tell.
     if isinstance(value, jc.ClosedJaxpr) and eqn.primitive.name not in _CHECKPOINTS:
-      inner = _Inliner(eqn, self.notes, self._mesh_sizes)
+      inner = _Inliner(eqn, self.notes, self._mesh)
       jaxpr = inner.closed(value)
       jaxpr = jc.new_jaxpr(inner.constvars, jaxpr.invars, jaxpr.outvars, jaxpr.eqns)
       return jc.ClosedJaxpr(jaxpr, inner.consts)
     if isinstance(value, jc.Jaxpr) and not value.constvars:
-      inner = _Inliner(eqn, self.notes, self._mesh_sizes)
+      inner = _Inliner(eqn, self.notes, self._mesh)
       jaxpr = inner.closed(jc.ClosedJaxpr(value, ()))
       # An open jaxpr can't hold constants; keep the original where inlining found some.
       return value if inner.consts else jaxpr

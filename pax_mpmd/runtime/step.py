@@ -15,9 +15,9 @@ import numpy as np
 from pax_mpmd import plan as planning
 from pax_mpmd.compile.program import Leaf
 from pax_mpmd.compile.program import StepProgram
-from pax_mpmd.compile.shardings import mesh_sizes
 from pax_mpmd.compile.step import compile_step
 from pax_mpmd.compile.step import num_microbatches_of
+from pax_mpmd.compile.trace import mesh_sizes
 from pax_mpmd.compile.trace import trace_step
 from pax_mpmd.errors import ConfigError
 from pax_mpmd.errors import shown
@@ -132,8 +132,8 @@ class MpmdFunction:
     self._schedule = schedule
     self._runtime = runtime
     self._donate = tuple(donate)
-    self._mesh = mesh
-    self._num_devices = math.prod(mesh_sizes(mesh).values()) if mesh is not None else 1
+    self._num_devices = math.prod(mesh_sizes(mesh).values())
+    self._mesh = mesh if self._num_devices > 1 else None
     self._in_shardings = in_shardings
     self._on_progress = on_progress or (lambda what, done, total: None)
     self._planned: dict[Any, PlannedStep] = {}
@@ -176,9 +176,8 @@ class MpmdFunction:
     self._on_progress('tracing the step', 0, 1)
     args, kwargs = jax.tree_util.tree_unflatten(in_tree, list(avals))
     donated = self._donated(args, kwargs)
-    sizes = mesh_sizes(self._mesh) if self._mesh is not None else {}
     in_specs = _partition_specs(self._in_shardings, args, kwargs)
-    traced = trace_step(self._step, in_tree, avals, donated, sizes)
+    traced = trace_step(self._step, in_tree, avals, donated, self._mesh)
     self._on_progress('planning', 0, 1)
     # First, so that a broken schedule isn't reported as a step that doesn't fit it. A step without
     # a gradient needs no backward tasks; the planner finds out where they are missing.

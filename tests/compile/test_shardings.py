@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pax_mpmd.compile import shardings
+from pax_mpmd.compile import trace
 
 SIZES = {'data': 2, 'mdl': 4}
 
@@ -103,4 +104,5 @@ def test_spec_of():
 def test_mesh_sizes():
   """Only axes with several devices count."""
   mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2, 1), ('a', 'b', 'c'))
-  assert shardings.mesh_sizes(mesh) == {'b': 2}
+  assert trace.mesh_sizes(mesh) == {'b': 2}
+  assert trace.mesh_sizes(None) == {}

@@ -152,6 +152,40 @@ def check(model: Model, phases: str = 'FB') -> None:
       oracle.assert_trees_equal(a, result, what='again: ')
 
 
+def check_sharded(model: Model, phases: str) -> None:
+  """One call on actors of 2 x 2 devices agrees with `jax.jit` on one.
+
+  Which axes split which dimensions of the arguments is drawn, too; random keys stay whole.
+  """
+  phases = 'F' if model.forward_only else phases
+  mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ('data', 'mdl'))
+  schedule = random_schedule(
+      model.seed, len(model.stages), model.num_actors, model.num_microbatches, phases
+  )
+  args = (init(model), batch(model))
+  rng = np.random.default_rng(model.seed)
+  step = make_step(model)
+  with _fast_compiler(), mpmd.LocalRuntime() as runtime:
+    fn = mpmd.mpmd_jit(
+        step,
+        schedule=schedule,
+        runtime=runtime,
+        mesh=mesh,
+        in_shardings=jax.tree_util.tree_map(lambda x: _random_spec(np.asarray(x), rng), args),
+        donate_argnums=(0,) if model.donate else (),
+    )
+    assert_close(fn(*args), jax.jit(step), args, 'sharded: ')
+
+
+def _random_spec(x: np.ndarray, rng: np.random.Generator) -> jax.sharding.PartitionSpec:
+  spec: list[str | None] = [None] * x.ndim
+  for axis in rng.permutation(['data', 'mdl']).tolist() if x.dtype != np.uint32 else ():
+    free = [i for i, size in enumerate(x.shape) if size % 2 == 0 and spec[i] is None]
+    if free and rng.random() < 0.7:
+      spec[rng.choice(free)] = axis
+  return jax.sharding.PartitionSpec(*spec)
+
+
 def _phase_by_phase(schedule: schedules.Schedule, num_microbatches: int) -> schedules.Schedule:
   """GPipe's order for any placement: all forwards, then all backwards, stage by stage."""
   lists = schedule.tasks(num_microbatches)

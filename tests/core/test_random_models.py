@@ -21,6 +21,15 @@ def test_random_model(seed):
   random_models.check(model, phases)
 
 
+# The first ones, one with sums over a whole stack of weights (8) and one with all in one vector (15).
+@pytest.mark.parametrize('seed', [*range(9), 15], ids='seed{}'.format)
+def test_random_model_on_several_devices(seed):
+  """Programs that XLA partitions over four devices give what one device gives."""
+  model = draw(seed)
+  print(model)
+  random_models.check_sharded(model, random_models.PHASES[seed % len(random_models.PHASES)])
+
+
 # The smallest of those that failed when they were found.
 FOUND = {
     # One stage and no gradient: what is only summed went to a backward task that nobody runs.

@@ -91,8 +91,7 @@ def test_equal_to_pax(experiment, schedule):
 def test_rows_and_weights_split():
   """With both axes the steps are those of one device a stage.
 
-  Pax's own pipelining gives another loss there: XLA of jaxlib 0.4.26 gets its program wrong on
-  CPUs once `mdl` and `data` (or `replica`) both have several devices.
+  Pax's own pipelining gives another loss there, by the fault of XLA that `compile/mend.py` avoids.
   """
   compared(BothAxes, '1f1b', oracle=OneDevice)
 
