@@ -46,13 +46,13 @@ _collector = threading.local()
 
 @contextlib.contextmanager
 def collect_aux_losses() -> Iterator[list[JTensor]]:
-  """Collects the sums of the auxiliary losses that pipelines add while the context is open.
+  """Collects the auxiliary losses that pipelines add while the context is open.
 
   Pax divides what a pipeline adds by the number of microbatches, unweighted, but the main loss by
   the weight of all examples. The gradient function needs the two apart.
 
   Yields:
-    A list to which every pipeline traced inside appends one float scalar.
+    A list to which every pipeline traced inside appends float scalars, one for each loss.
   """
   outer = getattr(_collector, 'sums', None)
   _collector.sums = []
@@ -203,7 +203,7 @@ class MpmdPipelined(pipeline.LayerwiseShardablePipelined):
     structs = jax.tree_util.tree_leaves(
         collections.aux_losses, is_leaf=lambda x: isinstance(x, base_layer.AuxLossStruct)
     )
-    sums.append(sum(jnp.sum(x.value) for x in structs))
+    sums.extend(jnp.sum(x.value) for x in structs)
 
 
 class MpmdCircularPipelined(MpmdPipelined, pipeline.CircularLayerwiseShardablePipelined):

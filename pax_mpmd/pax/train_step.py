@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-import functools
 from typing import Any
 
 import jax
@@ -15,6 +14,8 @@ from pax_mpmd.pax import layer
 from pax_mpmd.pax import loss as loss_lib
 from pax_mpmd.pax import metrics as metrics_lib
 from pax_mpmd.pax import microbatches
+from pax_mpmd.pax import rules as rules_lib
+from pax_mpmd.pax import stacks
 
 __all__ = ['make_eval_step', 'make_train_step']
 
@@ -35,7 +36,10 @@ def make_train_step(
     A traceable function (state, prng_key, inputs) -> (new state, StepFnOutput), inputs `[B, ...]`.
   """
   grad_fn = loss_lib.make_grad_fn(
-      microbatching, var_weight_hparams, task.loss_aggregator_inst.loss_key
+      microbatching,
+      var_weight_hparams,
+      task.loss_aggregator_inst.loss_key,
+      bf16_accum_in_fp32=getattr(stacks.stack_of(task.model), 'bf16_accum_in_fp32', False),
   )
 
   def train_step(state, prng_key, inputs):
@@ -66,52 +70,43 @@ def make_eval_step(
           task, state, prng_key, inputs, task.model.fprop_dtype, var_weight_hparams
       )[1]
 
-    rules = loss_lib.find_rules(
+    rules = rules_lib.find_rules(
         task.loss_aggregator_inst.loss_key,
-        lambda *args: _metrics_of(evaluate(*args)),
+        lambda *args: _results_of(evaluate(*args)),
         (state, prng_key, inputs),
         lambda args: (*args[:2], microbatching.first(args[2])),
         m,
+        microbatching.streams,
     )
     batch = dict(
         inputs=microbatches.split_batch(inputs, m, microbatching.streams),
         prng_key=jax.random.split(prng_key, m),
     )
-    sums, (per_example_out, clu) = marks.accumulate_grads(
-        functools.partial(_eval_microbatch, functools.partial(evaluate, state), rules), batch
-    )
-    scalars, clu = metrics_lib.put_together(
-        rules.combine(sums['scalars'], m),
-        rules.classes,
-        metrics_lib.merge(clu, microbatching.streams),
-    )
+    treedef: Any = None
+
+    def evaluate_microbatch(microbatch):
+      nonlocal treedef
+      with layer.collect_aux_losses() as aux_losses:
+        out = evaluate(state, microbatch['prng_key'], microbatch['inputs'])
+      treedef = jax.tree_util.tree_structure(out.per_example_out)
+      return rules.take(_results_of(out), sum(aux_losses, jnp.zeros((), out.loss.dtype)))
+
+    results = rules.finish(*marks.accumulate_grads(evaluate_microbatch, batch), treedef)
     output = trainer_lib.StepFnOutput(
-        loss=loss_lib.safe_divide(sums['main'], sums['weight']) + sums['aux_loss'] / m,
-        weighted_scalars=scalars,
-        per_example_out=microbatches.merge_microbatches(per_example_out, microbatching.streams),
-        summary_tensors=loss_lib.mean_summaries(sums['summaries'], m),
-        clu_metrics=clu,
+        loss=results.loss,
+        weighted_scalars=results.metrics.scalars,
+        per_example_out=results.per_example,
+        summary_tensors=results.summaries,
+        clu_metrics=results.metrics.others,
     )
     return None, output
 
   return eval_step
 
 
-def _eval_microbatch(evaluate, rules, microbatch):
-  with layer.collect_aux_losses() as aux_losses:
-    out = evaluate(microbatch['prng_key'], microbatch['inputs'])
-  metrics = _metrics_of(out)
-  weight = jnp.asarray(metrics.scalars[rules.loss_key][1], out.loss.dtype)
-  aux_loss = sum(aux_losses, jnp.zeros((), out.loss.dtype))
-  sums = dict(
-      main=loss_lib.weighted(out.loss - aux_loss, weight),
-      aux_loss=aux_loss,
-      weight=weight,
-      scalars=rules.sums_of(metrics.scalars, aux_loss),
-      summaries=loss_lib.numeric_summaries(out.summary_tensors),
+def _results_of(output: trainer_lib.StepFnOutput) -> rules_lib.Results:
+  return rules_lib.Results(
+      metrics_lib.take_apart(output.weighted_scalars, output.clu_metrics),
+      output.summary_tensors,
+      output.per_example_out,
   )
-  return sums, (out.per_example_out, metrics.others)
-
-
-def _metrics_of(output: trainer_lib.StepFnOutput) -> metrics_lib.Metrics:
-  return metrics_lib.take_apart(output.weighted_scalars, output.clu_metrics)

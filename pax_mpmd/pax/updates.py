@@ -24,7 +24,7 @@ from praxis import base_layer
 from pax_mpmd import errors
 from pax_mpmd.pax import outputs
 
-__all__ = ['UpdateRules', 'find_update_rules']
+__all__ = ['UpdateRules', 'find_update_rules', 'in_pipeline']
 
 NON_TRAINABLE = base_layer.NON_TRAINABLE
 
@@ -114,7 +114,7 @@ def find_update_rules(
   """
   old = mdl_vars.get(NON_TRAINABLE, {})
   flat = jax.tree_util.tree_flatten_with_path(old)[0]
-  pipelined = [(_name(path), x) for path, x in flat if _in_pipeline(path)]
+  pipelined = [(_name(path), x) for path, x in flat if in_pipeline(path)]
   rules = UpdateRules({}, var_weight_hparams, num_microbatches)
   floats = [(n, x) for n, x in pipelined if jnp.issubdtype(x.dtype, jnp.floating)]
   decays: dict[str, Any] = {n: 1.0 for n, x in pipelined if x.dtype != jnp.bool_}
@@ -180,6 +180,6 @@ def _name(path: tuple[Any, ...]) -> str:
   return '/'.join(str(getattr(key, 'key', getattr(key, 'name', key))) for key in path)
 
 
-def _in_pipeline(path: tuple[Any, ...]) -> bool:
+def in_pipeline(path: tuple[Any, ...]) -> bool:
   """Whether a variable belongs to the stages of a Praxis pipeline, which names its children so."""
   return '/pipeline/body/' in _name(path)

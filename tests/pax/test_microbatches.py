@@ -1,4 +1,4 @@
-"""Splitting batches, and combining what the microbatches give."""
+"""Splitting batches, and microbatches without weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from pax_mpmd import errors
 from pax_mpmd.pax import loss
-from pax_mpmd.pax import metrics
 from pax_mpmd.pax import microbatches
+from pax_mpmd.pax import rules
 
 
 def test_microbatches_are_strided():
@@ -42,53 +42,13 @@ def test_merging_undoes_splitting(num_microbatches, streams):
   assert microbatches.merge_microbatches(jnp.array([1.0, 2.0])) == 1.5
 
 
-def _scalars(values, weights):
-  """What Pax's language models return for token losses `values` with `weights`."""
-  weight = jnp.sum(weights)
-  mean = jnp.sum(values * weights) / weight  # NaN without any weight, as some models have it
-  return {
-      'total_loss': (mean, weight),
-      'aux_loss': (jnp.zeros(()), jnp.ones(())),
-      'num_predictions': (weight, jnp.array(1.0)),
-      'temperature': (jnp.mean(values), jnp.array(1.0)),
-  }
-
-
-@pytest.mark.parametrize('weights', [(100, 3, 0, 57), (0, 0, 0, 0), (1, 1, 1, 1)])
-def test_weighted_scalars_are_those_of_the_whole_batch(weights):
-  """Ragged and empty microbatches combine to sum(value * weight) / sum(weight), never to NaN."""
-  rng = np.random.RandomState(0)
-  mask = np.arange(100)[None] < np.array(weights)[:, None]
-  values, mask = rng.rand(4, 100).astype(np.float32), mask.astype(np.float32)
-
-  @jax.jit
-  def combined(values, mask):
-    rules = loss.find_rules(
-        'total_loss',
-        lambda *args: metrics.take_apart(_scalars(*args), {}),
-        (values.reshape(-1), mask.reshape(-1)),
-        lambda args: args,
-        1,
-    )
-    parts = [rules.sums_of(_scalars(v, w), jnp.zeros(())) for v, w in zip(values, mask)]
-    return rules.combine(jax.tree_util.tree_map(lambda *xs: sum(xs), *parts), 4)
-
-  actual = combined(values, mask)
-  total = mask.sum()
-  expected = (values * mask).sum() / total if total else 0.0
-  np.testing.assert_allclose(actual['total_loss'], (expected, total), rtol=1e-6)
-  np.testing.assert_allclose(actual['num_predictions'], (total, 1.0))
-  np.testing.assert_allclose(actual['temperature'], (values.mean(), 1.0), rtol=1e-6)
-  np.testing.assert_allclose(actual['aux_loss'], (0.0, 1.0))
-
-
 def test_a_gradient_through_an_empty_microbatch_is_finite():
   """A model that divides by its weights has gradient 0, not NaN, where they are all zero."""
 
   def objective(scale, weights):
     weights = loss.without_empty_weights({'weights': weights})['weights']
     value, weight = jnp.sum(scale * weights) / jnp.sum(weights), jnp.sum(weights)
-    return loss.weighted(value, weight)
+    return rules.weighted(value, weight)
 
   np.testing.assert_allclose(jax.grad(objective)(2.0, jnp.zeros(4)), 0.0, atol=1e-12)
   np.testing.assert_allclose(jax.grad(objective)(2.0, jnp.ones(4)), 4.0)
