@@ -138,15 +138,22 @@ def find_homes(outer: Outer) -> Homes:
       if not jc.is_drop(v) and v not in outer.batch:
         values.setdefault(v, where)
 
-  # A new value belongs where the old one is: results lead first, then operands.
-  for x, y in pairs:
-    spread(x, [y])
+  def follow_results() -> None:
+    # A new value belongs where the old one is. Of a weight that is cast before the loop, only the
+    # cast's home is known at first; it leads to the weight's, and that to its update's.
+    while True:
+      before = len(values), len(equations)
+      for x, y in pairs:
+        spread(x, [y])
+        spread(y, [x])
+      for i in reversed(range(len(outer.eqns))):
+        settle(i, by_operands=False)
+      if before == (len(values), len(equations)):
+        return
+
   while True:
     before = len(values), len(equations)
-    for i in reversed(range(len(outer.eqns))):
-      settle(i, by_operands=False)
-    for x, y in pairs:
-      spread(y, [x])
+    follow_results()
     for i in range(len(outer.eqns)):
       settle(i, by_operands=True)
     if before == (len(values), len(equations)):

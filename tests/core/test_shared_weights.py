@@ -7,6 +7,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import pax_mpmd as mpmd
@@ -147,3 +148,40 @@ def test_copies_of_a_shared_weight_stay_equal():
       np.testing.assert_array_equal(*p['c'].copies())
     # Actor 3 reads `a` only as bfloat16: cast once per step, on one actor, and sent.
     assert p['a'].actors == (0,)
+
+
+def test_a_cast_shared_weight_is_updated_in_one_place():
+  """Outside the loop a part of the gradient goes to the weight's home and the weight back.
+
+  Also where the loop sees the weight only as a cast made before it.
+  """
+  optimizer = optax.adamw(1e-2, weight_decay=0.1)
+
+  def loss_fn(p, mb):
+    tied = p['tied'].astype(jnp.bfloat16)
+    low = lambda x: x.astype(jnp.bfloat16)
+    x = dense(p['w'][0], (low(mb['x']) @ tied).astype(jnp.float32))
+    x = mpmd.pipeline_yield(x)
+    out = (low(dense(p['w'][1], x)) @ tied.T).astype(jnp.float32)
+    return mse(out, mb['y'])
+
+  def step(state, batch):
+    params, slots = state
+
+    def grads_fn(mb):
+      value, grads = jax.value_and_grad(loss_fn)(params, mb)
+      return grads, value
+
+    grads, losses = mpmd.accumulate_grads(grads_fn, batch)
+    updates, slots = optimizer.update(grads, slots, params)
+    return (optax.apply_updates(params, updates), slots), losses
+
+  params = {'w': toy.weights(2), 'tied': toy.weights(1, seed=9)[0]}
+  planned = plan(
+      step, ((params, optimizer.init(params)), toy.batch(2)), mpmd.schedules.OneFOneB(num_stages=2)
+  )
+  large = {  # at least the cast's bytes
+      link: sum(size >= WEIGHT // 2 for message in messages for size in message)
+      for link, messages in sends(planned).items()
+  }
+  assert large == {(0, 1): 1, (1, 0): 1}
