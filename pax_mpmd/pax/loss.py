@@ -83,7 +83,7 @@ def make_grad_fn(
         microbatching.streams,
     )
     update_rules = updates.find_update_rules(
-        lambda *args: loss_fn(*args)[1].aux_info[2],
+        lambda *args: (lambda loss, info: (loss, info.aux_info[2]))(*loss_fn(*args)),
         mdl_vars,
         inputs,
         prng_key,
