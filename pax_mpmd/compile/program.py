@@ -52,6 +52,12 @@ class Sharding:
   mesh: tuple[tuple[str, int], ...]
   spec: tuple[tuple[str, ...], ...]
 
+  @property
+  def num_parts(self) -> int:
+    """How many parts the array is split into; each device holds one."""
+    sizes = dict(self.mesh)
+    return math.prod(sizes[name] for names in self.spec for name in names)
+
 
 @dataclasses.dataclass(frozen=True)
 class Aval:

@@ -41,7 +41,7 @@ def dry_run(experiment: mixin.MpmdPipelineMixin) -> Any:
   step = partitioner.build_step(trainer_lib.train_step_single_learner, is_eval=False)
   say('tracing and planning the train step')
   planned = step.plan(
-      metadata.unpadded_global_shapes, jax.ShapeDtypeStruct(key.shape, key.dtype), specs
+      metadata.padded_global_shapes, jax.ShapeDtypeStruct(key.shape, key.dtype), specs
   )
   schedule = partitioner.backend.schedule
   batch_size = jax.tree_util.tree_leaves(specs)[0].shape[0]
@@ -52,14 +52,17 @@ def dry_run(experiment: mixin.MpmdPipelineMixin) -> Any:
   print(schedules.format_grid(schedule, num_microbatches))
   simulation = schedules.simulate(schedule, num_microbatches)
   say(f'{num_microbatches} microbatches; bubble {simulation.bubble_fraction:.0%} at unit costs')
+  num_devices = partitioner.pipeline.devices_per_actor
+  per_device = f' on each of {num_devices} devices' if num_devices > 1 else ''
   for plan in planned.plan.actors:
     kinds: dict[str, int] = {}
     for instruction in plan.instructions:
       name = type(instruction).__name__
       kinds[name] = kinds.get(name, 0) + 1
-    held = sum(plan.slots[slot].nbytes for slot in plan.inputs)
+    inputs = [plan.slots[slot] for slot in plan.inputs]
+    held = sum(x.nbytes / (x.sharding.num_parts if x.sharding else 1) for x in inputs)
     counts = ', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))
-    say(f'actor {plan.actor}: {counts}; {held / 2**20:.1f} MiB of inputs')
+    say(f'actor {plan.actor}: {counts}; {held / 2**20:.1f} MiB of inputs{per_device}')
   size = sum(len(e.module) for e in planned.plan.executables.values())
   say(f'{len(planned.plan.executables)} programs, {size / 2**20:.1f} MiB; the plan is verified')
   for note in planned.notes:

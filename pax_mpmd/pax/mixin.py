@@ -76,8 +76,10 @@ class MpmdPipelineMixin(base_experiment.BaseExperiment):
     backend = self.mpmd_backend()
     pipeline = self.mpmd_pipeline()
     schedule = backend.schedule
+    n = pipeline.devices_per_actor
     status_lib.status.say(
-        f'{pipeline.num_stages} stages on {schedule.num_actors} actors,'
+        f'{pipeline.num_stages} stages on {schedule.num_actors} actors'
+        f'{f" of {n} devices" if n > 1 else ""},'
         f' schedule {type(schedule).__name__}; reading the data set'
     )
     return partitioner_lib.MpmdPartitioner(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import functools
-import math
 from typing import Any
 
 from absl import logging
@@ -64,7 +63,7 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
     self._pipeline = pipeline
     self._backend = backend
     sizes = [size for _, size in pipeline.stage_mesh] or [1] * len(self._mesh_names)
-    per_actor = math.prod(sizes)
+    per_actor = pipeline.devices_per_actor
     if len(devices) < per_actor:
       raise errors.ConfigError(
           f'A stage has {per_actor} devices ({dict(pipeline.stage_mesh)}, of ICI_MESH_SHAPE x'

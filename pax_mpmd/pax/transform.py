@@ -44,6 +44,11 @@ class PipelineConfig:
   own_yields: bool = False
 
   @property
+  def devices_per_actor(self) -> int:
+    """Devices of the mesh of one actor."""
+    return math.prod(size for _, size in self.stage_mesh)
+
+  @property
   def num_stages(self) -> int:
     """Number of stages in the sense of pax_mpmd: of all ranks and repeats."""
     return self.num_ranks * self.circular_repeat

@@ -21,7 +21,7 @@ def test_random_model(seed):
   random_models.check(model, phases)
 
 
-# The first ones, one with sums over a whole stack of weights (8) and one with all in one vector (15).
+# The first ones, among them gathered stacks (8), and one whose gradients are one vector (15).
 @pytest.mark.parametrize('seed', [*range(9), 15], ids='seed{}'.format)
 def test_random_model_on_several_devices(seed):
   """Programs that XLA partitions over four devices give what one device gives."""
