@@ -136,6 +136,9 @@ class MpmdExecutor(executors.DefaultExecutor):
     if report.losses:
       (first, a), (last, b) = report.losses[0], report.losses[-1]
       say(f'training loss: {a:.4f} at step {first}, {b:.4f} at step {last}')
+      num_steps = self._task.train.num_train_steps
+      if last < num_steps and not self._progress.stop_requested:
+        say(f'early_stopping_fn ended training at step {last} of {num_steps}')
     else:
       say('nothing left to train: the checkpoint is at the last step already')
     for name, losses in report.eval_losses.items():

@@ -34,7 +34,14 @@ from pax_mpmd.pax import pax_flags
 from pax_mpmd.pax import status as status_lib
 from pax_mpmd.pax import transform
 
-__all__ = ['find_experiment', 'mix_in', 'mpmd_experiment', 'run', 'start_backend']
+__all__ = [
+    'experiment_of_flags',
+    'find_experiment',
+    'mix_in',
+    'mpmd_experiment',
+    'run',
+    'start_backend',
+]
 
 FLAGS = flags.FLAGS
 
@@ -115,7 +122,7 @@ def _run_mpmd(argv: Sequence[str]) -> None:
     raise errors.ConfigError(
         f'--mpmd_dry_run plans the train step, but --mode={FLAGS.mode}. Leave one of them out.'
     )
-  experiment = _experiment_of_flags()
+  experiment = experiment_of_flags()
   transform.check_experiment(experiment)
   _check_search(experiment)
   start_backend(experiment, cpu_driver=FLAGS.mpmd_runtime != 'local')
@@ -142,8 +149,12 @@ def _run_mpmd(argv: Sequence[str]) -> None:
     status_lib.status.say(f'summaries: tensorboard --logdir={folder}')
 
 
-def _experiment_of_flags() -> Any:
-  """The experiment with MPMD mixed in: a class that is registered, or what Fiddle flags built."""
+def experiment_of_flags() -> Any:
+  """The experiment with MPMD mixed in: a class that is registered, or what Fiddle flags built.
+
+  Raises:
+    ConfigError: there is none, or flags contradict each other or would be ignored.
+  """
   choices = dict(
       schedule=FLAGS.mpmd_schedule,
       num_actors=FLAGS.mpmd_num_actors,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
+import signal
+import threading
 import time
 from typing import Any
 
@@ -168,6 +170,7 @@ class EvalWithProgress:
       self._report.add_eval_loss(name, step, float(loss))
       self._status.say(f'step {step}: loss on {name!r} {float(loss):.4f}')
     if self._waits:
+      _end_on_sigterm()
       train_p = self.inner._task.train  # pylint: disable=protected-access
       if step + train_p.save_interval_steps <= train_p.num_train_steps:
         self._status.say(f'waiting for a checkpoint after step {step} (Ctrl-C ends)')
@@ -188,6 +191,17 @@ def with_progress(
   return [
       EvalWithProgress(p, report, status, on_pause, waits=waits and p is inner[-1]) for p in inner
   ]
+
+
+def _end_on_sigterm() -> None:
+  """SIGTERM ends the process as Ctrl-C does, with its cleaning up; Ray has a handler of its own."""
+
+  def end(number: int, frame: Any) -> None:
+    del frame
+    raise SystemExit(128 + number)
+
+  if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGTERM, end)
 
 
 def _duration(seconds: float) -> str:

@@ -39,7 +39,7 @@ class Status:
       self._write(text, passing=False)
 
   def capture_logger(self, name: str) -> None:
-    """Prints what the logger `name` says at level INFO and above."""
+    """Prints what the logger `name` says at level INFO and above, each message once."""
     logger = logging.getLogger(name)
     if not any(isinstance(h, _Handler) for h in logger.handlers):
       logger.addHandler(_Handler(self))
@@ -63,9 +63,13 @@ class _Handler(logging.Handler):
   def __init__(self, owner: Status):
     super().__init__()
     self._owner = owner
+    self._said: set[str] = set()
 
   def emit(self, record: logging.LogRecord) -> None:
-    self._owner.say(record.getMessage())
+    text = record.getMessage()
+    if text not in self._said:  # what holds for every step is said once
+      self._said.add(text)
+      self._owner.say(text)
 
 
 status = Status()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 import os
 import subprocess
 import sys
+from typing import Any
 
+from absl.testing import flagsaver
+import fiddle as fdl
+from fiddle import absl_flags
 import jax
 from paxml import experiment_registry
+from paxml import parameterized_experiment
 from praxis import pax_fiddle
 import pytest
 
@@ -19,6 +25,7 @@ from pax_mpmd.pax import backend
 from pax_mpmd.pax import launch
 from pax_mpmd.pax import microbatches
 from pax_mpmd.pax import mixin
+from pax_mpmd.pax import pax_flags
 from pax_mpmd.pax import transform
 from tests.pax import tiny
 
@@ -144,3 +151,125 @@ def test_the_driver_gets_the_devices_of_the_mesh_and_actors_do_not():
       [sys.executable, '-c', code], env=env, check=True, capture_output=True, text=True
   )
   assert done.stdout.split()[-2:] == ['2', 'False']
+
+
+@pytest.fixture
+def command_line() -> Iterator[Callable[..., None]]:
+  """A function that reads flags as the command line does; undone afterwards."""
+
+  def parse(*args: str) -> None:
+    argv = ['pax-mpmd', '--mpmd', '--job_log_dir=/nowhere', *args]
+    absl_flags.flags_parser(argv)
+
+  with flagsaver.flagsaver():
+    yield parse
+  launch.FLAGS.unparse_flags()
+  for name in ('fdl_config', 'fdl_set', 'fiddler', 'exp'):
+    launch.FLAGS[name].unparse()
+
+
+@pytest.mark.parametrize(
+    'flag, words',
+    [
+        ('--mode=decode_once', r'=decode_once .*train or eval.*without --mpmd.*not pipelined'),
+        ('--mode=infer', r'--mode=infer .*train or eval.*without --mpmd'),
+        ('--decode_during_train', r'--decode_during_train=True .*--mode=decode'),
+        ('--enable_auto_sharding', r'--enable_auto_sharding=True .*schedule.*Leave'),
+        ('--maybe_use_persistence_checkpointing', r'persistence.*1\.4\.0.*Leave'),
+        ('--multiprocess_gpu', r'--multiprocess_gpu=True .*driver is one process'),
+        ('--study=a', r'--study=a .*tun'),
+    ],
+)
+def test_flags_of_pax_that_are_refused(flag: str, words: str, command_line):
+  """What can't be had is refused by name, with what to do instead; so it is under stock Pax."""
+  command_line(flag)
+  with pytest.raises(errors.ConfigError, match=words):
+    pax_flags.check()
+  experiment = launch.mpmd_experiment(tiny.TinyLm, runtime='local')()
+  with pytest.raises(errors.ConfigError, match=words):
+    experiment.partitioner()
+
+
+def test_settings_of_jax_that_would_not_reach_the_actors(command_line):
+  """JAX looks for NaN where it runs a program itself, which is not where the stages run."""
+  command_line()
+  pax_flags.check()
+  with jax.debug_nans(True), pytest.raises(errors.ConfigError, match=r'jax_debug_nans.*driver'):
+    pax_flags.check()
+
+
+def parameterized() -> Any:
+  """A Fiddle config of an experiment, as `--fdl_config` names one."""
+  return pax_fiddle.Config(
+      parameterized_experiment.ParameterizedExperiment, task=tiny.TinyLm().task()
+  )
+
+
+def edit(experiment: Any) -> None:
+  """A fiddler."""
+  experiment.SCHEDULE = fdl.Config(schedules.ZeroBubbleH1)
+
+
+@pytest.mark.parametrize('style', ['legacy', 'new'])
+def test_fiddle_flags_set_attributes(style: str, command_line):
+  """Sizes, schedule and actors can be chosen on the command line, of any experiment class."""
+  name, values = f'{tiny.__name__}.TinyLm', dict(NUM_LAYERS=4, SCHEDULE='"gpipe"', NUM_ACTORS=2)
+  if style == 'legacy':
+    command_line(f'--fdl_config={name}', *(f'--fdl.{k}={v}' for k, v in values.items()))
+  else:
+    command_line(f'--fdl=config:{name}', *(f'--fdl=set:{k}={v}' for k, v in values.items()))
+  experiment = launch.experiment_of_flags()
+  assert isinstance(experiment, mixin.MpmdPipelineMixin) and isinstance(experiment, tiny.TinyLm)
+  stage = experiment.task().model.lm_tpl.stacked_transformer_tpl.pipeline_stage
+  assert stage.num_layers == 1
+  schedule = experiment.mpmd_backend().schedule
+  assert type(schedule) is schedules.GPipe
+  assert (schedule.num_stages, schedule.num_actors) == (4, 2)
+
+
+def test_fiddle_configs_and_fiddlers(command_line):
+  """An experiment that a Fiddle config describes gets its mesh from its task."""
+  command_line(
+      f'--fdl_config={__name__}.parameterized', f'--fiddler={__name__}.edit_task',
+      '--fdl.task.train.num_train_steps=7', '--mpmd_schedule=gpipe',
+  )
+  experiment = launch.experiment_of_flags()
+  assert experiment.task().train.num_train_steps == 7
+  assert experiment.task().summary_verbosity == 1
+  assert type(experiment.mpmd_backend().schedule) is schedules.GPipe
+  launch.start_backend(experiment)
+  assert experiment.mpmd_pipeline().num_devices == 4
+
+
+def edit_task(config: Any) -> None:
+  """A fiddler of a config."""
+  config.task.summary_verbosity = 1
+
+
+def test_fiddlers_of_classes(command_line):
+  """A fiddler may set what a literal can't say: a Fiddle config of a schedule."""
+  command_line(f'--fdl_config={tiny.__name__}.TinyLm', f'--fiddler={__name__}.edit')
+  assert type(launch.experiment_of_flags().mpmd_backend().schedule) is schedules.ZeroBubbleH1
+
+
+@pytest.mark.parametrize(
+    'flags, words',
+    [
+        (['--exp=a.B', '--fdl_config=a.B'], r'--exp=a\.B and Fiddle flags'),
+        (['--exp=a.B', '--fdl.NUM_LAYERS=4'], r'--exp=a\.B.*--fdl_config=a\.B in place'),
+        (
+            [f'--fdl_config={tiny.__name__}.TinyLm', '--fdl.NUM_LAYRS=4'],
+            r"--fdl\.NUM_LAYRS=4.*TinyLm has no attribute 'NUM_LAYRS'.*NUM_LAYERS",
+        ),
+        ([f'--fdl_config={tiny.__name__}.batch(0)'], 'not an experiment'),
+        (
+            [f'--fdl_config={tiny.__name__}.TinyLm', '--mpmd_num_stages=2'],
+            r'--mpmd_num_stages=2.*NUM_STAGES=4.*--fdl\.NUM_STAGES',
+        ),
+    ],
+)
+def test_fiddle_flags_that_are_refused(flags: list[str], words: str, command_line):
+  """What Pax would ignore, and misspelt names, are refused."""
+  command_line(*flags)
+  with pytest.raises(errors.ConfigError, match=words):
+    launch.experiment_of_flags()
