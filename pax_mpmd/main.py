@@ -17,10 +17,12 @@ With --mpmd:
 A pipelined experiment (NUM_STAGES, NUM_MICROBATCHES or MICROBATCH_SIZE, ICI_MESH_SHAPE =
 [NUM_STAGES, 1, 1, 1]) says how it is cut; any other over a stack of Transformer layers, or a model
 with pipeline_yield calls of its own, needs the two flags and ICI_MESH_SHAPE = [1, 1, 1]. --exp is
-the full name of a registered class, such as configs.stdlib_lm.StdlibLm; its module is imported.
-With --eval_on_test the test split is evaluated every EVAL_INTERVAL_STEPS, as in paxml.main. The
-same command again goes on from the last checkpoint. Ctrl-C ends after the step in progress, with a
-checkpoint.
+the full name of a registered class, such as configs.stdlib_lm.StdlibLm; its module is imported. In
+its place Fiddle flags can build the experiment: --fdl_config=configs.stdlib_lm.StdlibLm
+--fdl.NUM_LAYERS=4 --fdl.SCHEDULE='"gpipe"'. With --eval_on_test the test split is evaluated every
+EVAL_INTERVAL_STEPS; --mode=eval evaluates checkpoints as they come; both as in paxml.main. To
+decode, run --mode=decode_once without --mpmd, on the same checkpoints. The same command again goes
+on from the last checkpoint. Ctrl-C ends after the step in progress, with a checkpoint.
 
 --helpfull shows Pax's flags too.
 """
