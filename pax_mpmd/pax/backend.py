@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 import copy
+import functools
 from typing import Any
 import weakref
 
 import fiddle as fdl
+import jax
 
 import pax_mpmd
 from pax_mpmd import errors
@@ -85,6 +87,37 @@ def make_runtime(spec: Any) -> Any:
   return spec
 
 
+class _SendingStateOnce:
+  """A step of an unchanged first argument, which moves to the actors with the first call."""
+
+  def __init__(self, fn: Callable[..., Any], jit: Callable[..., Any]):
+
+    @functools.wraps(fn)
+    def with_state(state, *args):
+      return state, fn(state, *args)
+
+    self._step = jit(fn)
+    self._step_with_state = jit(with_state)
+    self._sent: list[Any] = []
+    self._held: Any = None
+
+  def __call__(self, state: Any, *args: Any) -> Any:
+    leaves = jax.tree_util.tree_leaves(state)
+    if not all(isinstance(x, jax.Array) for x in leaves):  # on the actors, or it may be written to
+      return self._step(state, *args)
+    if len(leaves) == len(self._sent) and all(a is b for a, b in zip(leaves, self._sent)):
+      state = self._held
+    # Before the call, so that the actors don't hold two states.
+    self._sent, self._held = [], None
+    self._held, result = self._step_with_state(state, *args)
+    self._sent = leaves
+    return result
+
+  def plan(self, *args: Any) -> Any:
+    """As of `mpmd_jit`'s functions."""
+    return self._step.plan(*args)
+
+
 class Backend:
   """Builds distributed steps; all steps of an experiment share its actors.
 
@@ -121,14 +154,18 @@ class Backend:
       mesh: Any | None = None,
       in_shardings: Any = None,
   ) -> Callable[..., Any]:
-    """`mpmd_jit` of a step function with this backend's schedule and runtime."""
+    """`mpmd_jit` of a step function with this backend's schedule and runtime.
+
+    A state (the first argument) that is on the host and isn't donated, as in evaluation jobs, is
+    sent to the actors once and stays there as long as it is the same.
+    """
     if self._runtime is None:
       self._status.capture_logger('pax_mpmd')
       self._runtime = make_runtime(self._spec)
       atexit.register(self.close)  # for ways out that don't go through the executor
       _open.add(self)
-    return pax_mpmd.mpmd_jit(
-        fn,
+    jit = functools.partial(
+        pax_mpmd.mpmd_jit,
         schedule=self.schedule,
         runtime=self._runtime,
         donate_argnums=donate_argnums,
@@ -136,6 +173,7 @@ class Backend:
         in_shardings=in_shardings,
         on_progress=self._on_progress,
     )
+    return jit(fn) if donate_argnums else _SendingStateOnce(fn, jit)
 
   def _on_progress(self, what: str, done: int, total: int) -> None:
     text = what if total <= 1 else f'{what}: {done} of {total}'

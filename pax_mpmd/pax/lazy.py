@@ -29,8 +29,8 @@ class _Group:
       return self._values[i]
 
 
-class LazyArray:
-  """One array of a group; reading it as numpy, or as a number, fetches the whole group.
+class LazyArray(np.lib.mixins.NDArrayOperatorsMixin):
+  """One array of a group; reading it, computing with it or taking its number fetches all of them.
 
   It counts as a `numbers.Number` because that is how Pax tells a weighted scalar.
   """
@@ -76,10 +76,14 @@ class LazyArray:
   def __int__(self) -> int:
     return int(self.__array__())
 
-  def __mul__(self, other: Any) -> Any:
-    return self.__array__() * np.asarray(other)
+  def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    inputs = [np.asarray(x) if isinstance(x, LazyArray) else x for x in inputs]
+    return getattr(ufunc, method)(*inputs, **kwargs)
 
-  __rmul__ = __mul__
+  def __jax_array__(self) -> jax.Array:
+    return jax.numpy.asarray(self.__array__())
+
+  __hash__ = object.__hash__
 
   def __repr__(self) -> str:
     return f'LazyArray({self.dtype}{list(self.shape)})'

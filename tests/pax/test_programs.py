@@ -6,14 +6,20 @@ import io
 import numbers
 import types
 
+from clu import metrics as clu_metrics
 import jax
+from jax import numpy as jnp
 import numpy as np
 from paxml import metric_utils
 
+import pax_mpmd
+from pax_mpmd import schedules
+from pax_mpmd.pax import backend as backend_lib
 from pax_mpmd.pax import checkpoint
 from pax_mpmd.pax import lazy
 from pax_mpmd.pax import programs
 from pax_mpmd.pax import status as status_lib
+from pax_mpmd.runtime import step as step_lib
 
 
 class _Train:
@@ -84,6 +90,10 @@ def test_lazy_results_are_fetched_together_and_count_as_scalars():
   assert metric_utils.as_float([tree['a'], tree['a']]) == 2.0
   np.testing.assert_array_equal(jax.device_get(tree)['b'], [0, 1, 2])
   assert fetched == [3]
+  # Written in the same thread, clu metrics are merged and computed of what is lazy still.
+  average = clu_metrics.Average(total=tree['a'][0], count=tree['a'][1])
+  assert average.merge(average).compute_value().value == np.float32(4.0) / np.float32(6.0)
+  assert float(jnp.add(tree['a'][0], 1)) == 3.0
 
 
 class _Manager:
@@ -140,3 +150,32 @@ def test_the_state_is_gathered_only_when_a_save_is_due():
   np.testing.assert_array_equal(saved['w'], state['w'])
   assert saved['w'].sharding == jax.sharding.NamedSharding(mesh, specs['w'])
   assert outer.step_to_restore == 7
+
+
+def test_a_state_that_stays_the_same_is_sent_once(monkeypatch):
+  """An evaluation job's next batches, and only those, go to the actors; a new state goes again."""
+
+  def evaluate(state, batch):
+    def loss(microbatch):
+      x = pax_mpmd.pipeline_yield(jnp.tanh(microbatch @ state['w'][0]))
+      return {}, jnp.mean(x @ state['w'][1])
+
+    return None, pax_mpmd.accumulate_grads(loss, batch)[1]
+
+  sent = []
+  host = step_lib._host
+  monkeypatch.setattr(step_lib, '_host', lambda x, leaf: sent.append(leaf.name) or host(x, leaf))
+  backend = backend_lib.Backend(schedules.GPipe(num_stages=2), 'local')
+  step = backend.build_step(evaluate)
+  rng = np.random.RandomState(0)
+  try:
+    for seed, leaves in ((0, 2), (0, 1), (1, 2)):
+      if leaves == 2:
+        state = {'w': jnp.asarray(np.random.RandomState(seed).rand(2, 4, 4), jnp.float32)}
+      batch = rng.rand(2, 3, 4).astype(np.float32)
+      sent.clear()
+      _, losses = step(state, batch)
+      assert len(sent) == leaves
+      np.testing.assert_allclose(losses, evaluate(state, batch)[1], rtol=1e-6)
+  finally:
+    backend.close()
