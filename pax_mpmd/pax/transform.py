@@ -7,7 +7,6 @@ import dataclasses
 import math
 from typing import Any
 
-from jax import numpy as jnp
 from paxml.tasks.lm import model_params
 from praxis import pax_fiddle
 from praxis.layers import transformers
@@ -188,13 +187,6 @@ def check(task: Any, pipe: Any) -> PipelineConfig:
     raise errors.ConfigError(
         f'The mesh axis {stage_axis!r} has {mesh.get(stage_axis, 1)} devices but NUM_STAGES is'
         f' {ranks}. Set ICI_MESH_SHAPE = [{ranks}, 1, 1, 1].'
-    )
-  if pipe.bf16_accum_in_fp32 and task.model.dtype == jnp.bfloat16:
-    raise errors.ConfigError(
-        'bf16_accum_in_fp32 = True of the pipeline layer, with variables in bfloat16 (dtype of the'
-        ' model): MPMD sums gradients in the type of the variables. Set task.model.dtype ='
-        ' jnp.float32 (fprop_dtype may stay bfloat16, and sums are then float32), or'
-        ' bf16_accum_in_fp32 = False.'
     )
   unpipelined.check_same_per_microbatch(task, microbatching, stages=pipe.pipeline_stage)
   return PipelineConfig(

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+from jax import ad_checkpoint
+from jax import numpy as jnp
 import numpy as np
 from paxml import trainer_lib
+from praxis import base_layer
+from praxis import pax_fiddle
+from praxis.layers import checkpoint_policy
+from praxis.layers import pipeline
 import pytest
 
+from pax_mpmd.pax import layer
 from tests.pax import tiny
 
 
@@ -69,3 +78,70 @@ def test_repeated_layers_keep_their_summaries():
 
 def _hashable(x):
   return x if isinstance(x, jax.core.Var) else None
+
+
+Policy = checkpoint_policy.AutodiffCheckpointType
+# What Praxis' layers name for the policies, and in the pipeline of Pax itself.
+_NAMES = (
+    'combined_qkv_proj', 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1',
+    'ffn2', 'transformer_layer_out', 'conv_0', 'conv_1', 'conv_out', 'qlhs', 'qrhs', 'lhs_scale',
+    'rhs_scale',
+)
+
+
+class Named(base_layer.BaseLayer):
+  """Values of every name that a checkpoint policy knows, and both kinds of matrix products."""
+
+  def setup(self) -> None:
+    self.create_variable('w', base_layer.WeightHParams(shape=[4, 4]))
+
+  def __call__(self, x: Any) -> Any:
+    for name in _NAMES:
+      x = ad_checkpoint.checkpoint_name(jnp.sin(x) + x, name)
+    x = jnp.tanh(x @ self.theta.w)
+    return jnp.cos(jnp.einsum('bij,bjk->bik', x, x))
+
+
+def _gradient(cls, policy):
+  """(x, variables) -> gradients by both, of a pipeline of 2 stages and one microbatch."""
+  config = pax_fiddle.Config(
+      cls, name='pipe', num_stages=2, num_microbatches=1, checkpoint_policy=policy,
+      single_stage_body=pax_fiddle.Config(Named),
+  )
+  pipe = base_layer.instantiate(config)
+
+  def loss(x, variables):
+    with base_layer.JaxContext.new_context():
+      return jnp.sum(pipe.apply(variables, x))
+
+  x = jnp.linspace(-1.0, 1.0, 32).reshape(2, 4, 4)
+  w = jnp.cos(jnp.arange(32.0)).reshape(2, 4, 4)
+  variables = {'params': {'body': {'w': w}}}
+  return jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, variables), (x, w)
+
+
+def _evaluate(closed, args):
+  return jax.jit(jax.core.jaxpr_as_fun(closed))(*args)
+
+
+@pytest.fixture(scope='module')
+def gradients():
+  """Gradients by Pax's pipeline; a policy changes when they are computed, not what they are."""
+  return _evaluate(*_gradient(pipeline.LayerwiseShardablePipelined, Policy.SAVE_NOTHING))
+
+
+@pytest.mark.parametrize('policy', list(Policy))
+def test_checkpoint_policies(policy, gradients):
+  """With each policy the same is computed again as in Pax's pipeline, and gradients are equal."""
+  theirs, _ = _gradient(pipeline.LayerwiseShardablePipelined, policy)
+  ours, args = _gradient(layer.MpmdPipelined, policy)
+  for name in ('sin', 'tanh', 'dot_general'):
+    # Pax's stages are one vectorized computation, in one scan forward and one backward.
+    counts = [sum(1 for _ in _marks(x.jaxpr, name)) for x in (ours, theirs)]
+    if policy == Policy.SAVE_DOT_WITH_NO_BATCH_DIM:
+      # For Pax every product has one, the stages, so that it saves nothing.
+      assert 0 < counts[0] <= 2 * counts[1], (name, counts)
+    else:
+      assert counts[0] == 2 * counts[1] > 0, (name, counts)
+  for actual, desired in zip(_evaluate(ours, args), gradients):
+    np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
