@@ -21,9 +21,9 @@ BATCH, LENGTH, VOCAB = 16, 16, 64
 
 
 class TinyLm(lm_cloud.LmCloudSpmdPipeline):
-  """4 stages, 8 layers, 8 microbatches, Adam, active clipping, tied embedding, float32."""
+  """4 stages of a layer each, 8 microbatches, Adam, active clipping, tied embedding, float32."""
 
-  NUM_LAYERS = 8
+  NUM_LAYERS = 4
   NUM_STAGES = 4
   NUM_MICROBATCHES = 8
   MODEL_DIMS = 32
@@ -198,10 +198,14 @@ class Run:
       # Where a stage has several devices, Pax's step takes its state in its own shardings only.
       specs_of_state = self.partitioner.get_train_state_metadata().partition_specs
       mesh = self.partitioner.global_mesh
+      is_masked = py_utils.is_optax_masked_node
       state = jax.tree_util.tree_map(
-          lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)),
+          lambda x, spec: (
+              x if is_masked(x) else jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+          ),
           state,
           specs_of_state,
+          is_leaf=is_masked,
       )
     if is_eval:
       state = state.to_eval_state()
