@@ -112,11 +112,17 @@ def devices_per_stage(experiment: type) -> int:
   return transform.num_devices(shape[1:], experiment.DCN_MESH_SHAPE[1:])
 
 
-# Groups, by their first experiment, that run by `mpmd_jit` on local actors; the others' MPMD steps
-# run under plain `jax.jit`, which `mpmd_jit` is held to elsewhere.
+# By the first experiment of each group.
 SCHEDULES = {
+    'TransformerLmSpmdPipelineAdafactor': '1f1b',
+    'LmCloudSpmdPipeline': 'gpipe',
     'LmCloudSpmdPipeline175B': '1f1b',
+    'LmCloudSpmdPipelineMultislice2B': 'eager_1f1b',
     'LmCloudSpmdPipelineMultislice2BCircular': 'interleaved_1f1b',
-    'C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas': 'gpipe',
+    'TransformerLmSpmdPipelineAdam': 'zb_h1',
+    'C4SpmdPipelineAdam': '1f1b',
+    'C4SpmdPipelineGpt3AdamOrgHP': 'gpipe',
+    'C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas': 'eager_1f1b',
+    'NVIDIA5B': 'bfs',
     'NVIDIA175B': 'zb_h1',
 }
