@@ -42,3 +42,26 @@ def stock_run(
   folder: Path = tmp_path_factory.mktemp('stock')
   experiment = 'integration.experiments.TinyPipelined'
   return submit(stock.run_pax, experiment, folder, timeout=TIMEOUT_S)
+
+
+def _flat_relay(folder: Path) -> stock.Run:
+  """Three steps by MPMD, and three more by stock Pax from its checkpoint."""
+  flags = ('--mpmd', '--mpmd_num_stages=4', '--mpmd_num_microbatches=8')
+  experiment = 'integration.experiments.TinyFlat'
+  stock.run_pax(
+      f'{experiment}To3', folder, *flags, module='pax_mpmd.main', timeout=TIMEOUT_S
+  )
+  return stock.run_pax(experiment, folder, devices=1, timeout=TIMEOUT_S)
+
+
+@pytest.fixture(scope='session')
+def flat_runs(
+    submit: Callable[..., futures.Future], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[futures.Future[stock.Run], futures.Future[stock.Run]]:
+  """TinyFlat, which isn't pipelined: six steps by stock Pax; three by MPMD, then three by Pax."""
+  experiment = 'integration.experiments.TinyFlat'
+  folders: list[Path] = [tmp_path_factory.mktemp(name) for name in ('flat', 'relay')]
+  return (
+      submit(stock.run_pax, experiment, folders[0], devices=1, timeout=TIMEOUT_S),
+      submit(_flat_relay, folders[1]),
+  )

@@ -57,7 +57,7 @@ def environment(
 
 
 def run_pax(
-    experiment: str,
+    experiment: str | None,
     job_log_dir: Path,
     *args: str,
     module: str = 'paxml.main',
@@ -68,7 +68,7 @@ def run_pax(
   """Runs `python -m module --exp=experiment --job_log_dir=... args` to its end.
 
   Args:
-    experiment: the full name of a registered experiment.
+    experiment: the full name of a registered experiment; None where other flags give it.
     job_log_dir: where the run keeps its files.
     *args: more flags.
     module: `paxml.main` or `pax_mpmd.main`.
@@ -82,9 +82,8 @@ def run_pax(
   """
   if devices is None and module == 'paxml.main':
     devices = 4
-  command = [
-      sys.executable, '-m', module, f'--exp={experiment}', f'--job_log_dir={job_log_dir}', *args,
-  ]
+  names = [] if experiment is None else [f'--exp={experiment}']
+  command = [sys.executable, '-m', module, *names, f'--job_log_dir={job_log_dir}', *args]
   with live.Live(command, environment(devices, extra_env), REPOSITORY) as process:
     status = process.wait(timeout)
     if status:

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent import futures
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from integration import stock
 
-EXPERIMENT = 'integration.experiments.TinyFlat'
-FLAGS = ('--mpmd', '--mpmd_num_stages=4', '--mpmd_num_microbatches=8')
-
-
-def _relay(folder: Path) -> tuple[stock.Run, stock.Run]:
-  """Three steps by MPMD, and three more by stock Pax from its checkpoint."""
-  first = stock.run_pax(f'{EXPERIMENT}To3', folder, *FLAGS, module='pax_mpmd.main', timeout=600)
-  return first, stock.run_pax(EXPERIMENT, folder, devices=1, timeout=600)
-
 
 @pytest.fixture(scope='module')
-def runs(
-    submit: Callable[..., futures.Future], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[stock.Run, stock.Run]:
-  """(six steps by stock Pax, three by MPMD and three by stock Pax), side by side."""
-  stock_only = submit(
-      stock.run_pax, EXPERIMENT, tmp_path_factory.mktemp('stock'), devices=1, timeout=600
-  )
-  relay = submit(_relay, tmp_path_factory.mktemp('relay'))
-  return stock_only.result(), relay.result()[1]
+def runs(flat_runs) -> list[stock.Run]:
+  """(six steps by stock Pax, three by MPMD and three by stock Pax)."""
+  return [run.result() for run in flat_runs]
 
 
 @pytest.mark.parametrize('step', [0, 3, 6])
