@@ -23,6 +23,7 @@ import jax
 from paxml import base_experiment
 from paxml import experiment_registry
 from paxml import main as paxml_main
+import seqio
 
 from pax_mpmd import errors
 from pax_mpmd import schedules
@@ -127,6 +128,8 @@ def _run_mpmd(argv: Sequence[str]) -> None:
   _check_search(experiment)
   start_backend(experiment, cpu_driver=FLAGS.mpmd_runtime != 'local')
   if FLAGS.mpmd_dry_run:
+    if FLAGS.tfds_data_dir is not None:
+      seqio.set_tfds_data_dir_override(FLAGS.tfds_data_dir)  # as paxml.main does
     dry_run.dry_run(_instance(experiment))
     return
   if FLAGS.mode == 'eval' and not _instance(experiment).eval_datasets():
