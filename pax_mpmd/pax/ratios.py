@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -31,7 +32,8 @@ _LAYOUT = frozenset((
     'broadcast_in_dim', 'convert_element_type', 'copy', 'copy_p', 'expand_dims', 'reduce_precision',
     'reduce_sum', 'reshape', 'sharding_constraint', 'squeeze',
 ))
-_DEEPEST = 12  # how far expressions are compared
+_DEEPEST = 8  # how far expressions are compared
+_MOST_TERMS = 1000  # of a result; no loss has so many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,9 @@ class Trace:
       leave_out: results that, where they are summands of result i, are none of its business.
     """
     left_out = {self._id(self._skip_layout(self._result(j))) for j in leave_out}
-    terms = list(self._terms(self._result(i), left_out))
+    terms = list(itertools.islice(self._terms(self._result(i), left_out), _MOST_TERMS))
+    if len(terms) == _MOST_TERMS:
+      return Combination('unknown')
     found = [self._of_term(term, weights) for term in terms if term.kind != 'same']
     if not found:
       return Combination('same')

@@ -147,7 +147,8 @@ def check_same_per_microbatch(
         raise errors.ConfigError(
             f'{path} is a {cls.__name__}, which {does}. In microbatches it would compute something'
             ' else than this experiment does without --mpmd. Set NUM_MICROBATCHES=1'
-            f' (--mpmd_num_microbatches=1), leave the layer out, or {advice}.'
+            ' (--mpmd_num_microbatches=1), leave the layer out'
+            + ('.' if known is ngrammer.VectorQuantization else f', or {advice}.')
         )
 
 

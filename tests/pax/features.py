@@ -10,11 +10,9 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 
-from clu import metrics
 from jax import numpy as jnp
 import numpy as np
 from paxml import learners
-from paxml import sgf
 from praxis import base_layer
 from praxis import layers
 from praxis import optimizers
@@ -22,8 +20,9 @@ from praxis import pax_fiddle
 from praxis import py_utils
 from praxis import schedules
 from praxis.layers import activations
-from praxis.layers import models
+from praxis.layers import multi_query_attention
 from praxis.layers import ngrammer
+from praxis.layers import transformer_models
 
 from tests.pax import tiny
 
@@ -62,8 +61,22 @@ def _constant() -> Any:
   return pax_fiddle.Config(schedules.Constant, value=1.0)
 
 
+class Observed(layers.RmsNorm):
+  """A norm with summaries of every kind."""
+
+  def __call__(self, inputs: Any, paddings: Any = None) -> Any:
+    kinds = base_layer.SummaryType
+    self.add_summary('values', inputs, summary_type=kinds.HISTOGRAM)
+    self.add_summary('image', inputs[..., None], summary_type=kinds.IMAGE)
+    self.add_summary('text', jnp.arange(3, dtype=jnp.uint8), summary_type=kinds.TEXT)
+    self.add_summary('positive', jnp.sum(inputs > 0))
+    self.add_summary('columns', jnp.mean(inputs, axis=(0, 1)), verbosity=4)
+    self.add_summary('largest', jnp.max(inputs), verbosity=5)
+    return super().__call__(inputs, paddings)
+
+
 class Llama(Small):
-  """Rotary positions, RMS norm, gated activations; Adafactor and EMA."""
+  """Rotary positions, RMS norm, gated activations, GShard's softmax; Adafactor and EMA."""
 
   USE_ROTARY_POSITION_EMB = True
   USE_GATED_ACTIVATION = True
@@ -73,8 +86,17 @@ class Llama(Small):
   def edit(self, task_p, layer_p, learner_p):
     lm_p = task_p.model.lm_tpl
     lm_p.position_emb_tpl = None
-    lm_p.final_ln_tpl = pax_fiddle.Config(layers.RmsNorm)
-    layer_p.ln_tpl = pax_fiddle.Config(layers.RmsNorm)
+    lm_p.final_ln_tpl = pax_fiddle.Config(Observed)
+    lm_p.softmax_tpl = pax_fiddle.Config(
+        layers.GShardSharedEmbeddingSoftmax,
+        soft_cap_logits=30.0,
+        logits_abs_max=5.0,
+        z_loss_weight=1e-2,
+        label_smoothing_prob=0.1,
+    )
+    task_p.model.count_tokens = True
+    task_p.summary_verbosity = 4
+    layer_p.ln_tpl = pax_fiddle.Config(Observed)
     layer_p.tr_fflayer_tpl.ln_tpl = pax_fiddle.Config(layers.RmsNorm)
     _optimizer(
         learner_p,
@@ -89,7 +111,7 @@ class Llama(Small):
 
 
 class Relative(Small):
-  """Relative bias, trained positions, separate embeddings; SGD, norms of each variable."""
+  """Relative bias, trained positions, separate embeddings, a prefix; SGD, norms of variables."""
 
   RELATIVE_BIAS = True
   TRAINABLE_POSITION_EMB = True
@@ -113,6 +135,16 @@ class Relative(Small):
     learner_p.grad_norm_individual_vars = True
     learner_p.var_norm_individual_vars = True
     task_p.train.variable_norm_summary = True
+    model_p = task_p.model
+    model_p.model_type = transformer_models.LanguageModelType.PREFIX
+    model_p.return_predictions = True
+    model_p.apply_eval_sample_weights = True
+    model_p.report_strict_acc = True
+    model_p.lm_tpl.entropy_loss_weight = 0.1
+    model_p.lm_tpl.record_activations_in_xent_output = True
+    softmax_p = model_p.lm_tpl.softmax_tpl
+    softmax_p.label_smoothing_prob = 0.1
+    softmax_p.z_loss_weight = 1e-2
 
 
 class Streamed(Small):
@@ -139,7 +171,7 @@ class Streamed(Small):
 
 
 class MovingAverages(Small):
-  """Batch norm in the stages; L2 regularization, variables that are left out of training."""
+  """Batch norm in stages, no mask; L2 regularization, variables that are left out of training."""
 
   CHECKPOINT_POLICY = layers.AutodiffCheckpointType.SAVE_EVERYTHING
 
@@ -148,6 +180,13 @@ class MovingAverages(Small):
     learner_p.optimizer.l2_regularizer_weight = 1e-3
     learner_p.optimizer.weight_decay = 0.0
     learner_p.bprop_variable_exclusion = ['.*ff_layer/ffn_layer1.*']
+    learner_p.keep_optimizer_state_for_excluded_vars = True
+    learner_p.check_valid_step = False
+    task_p.model.model_type = transformer_models.LanguageModelType.BIDIRECTIONAL
+    layer_p.tr_atten_tpl = pax_fiddle.Config(
+        multi_query_attention.MultiQueryDotProductAttention, num_kv_heads=1
+    )
+    task_p.model.lm_tpl.stacked_transformer_tpl.pipeline_stage.remat = True
 
 
 class Skipping(Small):
@@ -194,6 +233,30 @@ class Bfloat16(Small):
     _optimizer(
         learner_p, optimizers.ShardedSgd, momentum=0.9, clip_gradient_norm_to_value=0.5
     )
+    learner_p.optimizer.learning_rate = 0.5
+
+
+class Bfloat16Variables(Bfloat16):
+  """Keeps its variables in bfloat16 too, and adds up their gradients in float32."""
+
+  def edit(self, task_p, layer_p, learner_p):
+    super().edit(task_p, layer_p, learner_p)
+    task_p.model.dtype = jnp.bfloat16
+    task_p.model.lm_tpl.stacked_transformer_tpl.bf16_accum_in_fp32 = True
+
+
+def prefixed(seed: int) -> py_utils.NestedMap:
+  """Batches with a prefix, an example that doesn't count, and weights that sum up to less than 1.
+
+  A microbatch's weights do, that is.
+  """
+  inputs = tiny.batch(seed)
+  scale = np.random.RandomState(seed).rand(*inputs.weights.shape).astype(np.float32)
+  inputs.weights *= 0.03 * scale
+  rows = np.arange(tiny.BATCH)
+  inputs.inputs_indicator = (np.arange(tiny.LENGTH) < rows[:, None] // 2).astype(np.int32)
+  inputs.eval_sample_weights = (rows != 5).astype(np.float32)
+  return inputs
 
 
 def poisoned(seed: int) -> py_utils.NestedMap:
@@ -231,6 +294,12 @@ CASES = (
         (
             'Rotary position embedding (`USE_ROTARY_POSITION_EMB`)',
             'RMS norm (`ln_tpl`)',
+            "GShard's softmax (`GShardSharedEmbeddingSoftmax`), whose loss is divided by the number"
+            ' of tokens; label smoothing, z-loss, capped logits (`soft_cap_logits`,'
+            ' `logits_abs_max`)',
+            'Summaries of layers in and outside of the stages: scalars, counts, histograms, images,'
+            ' text; their verbosity (`summary_verbosity`)',
+            'Tokens counted (`count_tokens`)',
             'Gated activations (`USE_GATED_ACTIVATION`)',
             'Packed inputs (`packed_input`)',
             'Sharded Adafactor, factored',
@@ -250,7 +319,12 @@ CASES = (
             'Single norm clipping (`clip_gradient_single_norm_to_value`)',
             'Norms of each gradient and variable (`grad_norm_individual_vars`,'
             ' `var_norm_individual_vars`, `variable_norm_summary`)',
+            'A prefix (`model_type`), weights of examples (`apply_eval_sample_weights`,'
+            ' `report_strict_acc`), weights that are fractions',
+            'Outputs of examples (`return_predictions`, `record_activations_in_xent_output`)',
+            'Entropy loss (`entropy_loss_weight`)',
         ),
+        batch=prefixed,
     ),
     Case(
         Streamed,
@@ -269,7 +343,12 @@ CASES = (
         (
             'Variables updated in the forward pass of the stages (`BatchNorm`)',
             'L2 regularization (`l2_regularizer_weight`)',
-            'Variables left out of training (`bprop_variable_exclusion`)',
+            'Variables left out of training (`bprop_variable_exclusion`), with optimizer slots or'
+            ' without (`keep_optimizer_state_for_excluded_vars`)',
+            'Steps that are not checked (`check_valid_step = False`)',
+            'Attention in both directions (`model_type`)',
+            'Multi-query attention (`MultiQueryDotProductAttention`)',
+            'Layers recomputed within a stage (`remat` of `pipeline_stage`)',
         ),
         schedule='1f1b',
     ),
@@ -291,177 +370,14 @@ CASES = (
         num_steps=2,
         rtol=1e-2,
     ),
-)
-
-
-class SquaringNorm(layers.LayerNorm):
-  """A layer norm with a variable that every forward pass squares."""
-
-  def setup(self) -> None:
-    super().setup()
-    self.create_variable(
-        'squared',
-        base_layer.WeightHParams(
-            shape=[self.dim],
-            init=base_layer.WeightInit.Constant(1.0),
-            collections=[base_layer.WeightHParamsCollection.REQUIRES_MEAN_SYNC],
+    Case(
+        Bfloat16Variables,
+        (
+            'Variables in bfloat16 (`dtype` of the model), their gradients summed in float32'
+            ' (`bf16_accum_in_fp32`) or not, within the precision of bfloat16',
         ),
-        trainable=False,
-    )
-
-  def __call__(self, inputs: Any, paddings: Any = None) -> Any:
-    self.update_var('squared', self.get_var('squared') ** 2)
-    return super().__call__(inputs, paddings)
-
-
-class Squared(Small):
-  """Updates a variable in a way that isn't supported."""
-
-  def edit(self, task_p, layer_p, learner_p):
-    layer_p.ln_tpl = pax_fiddle.Config(SquaringNorm)
-
-
-class CluModel(models.LanguageModel):
-  """Returns a clu metric among weighted scalars, which Pax's summaries can't take."""
-
-  def compute_loss(self, predictions: Any, input_batch: Any) -> Any:
-    scalars, per_example = super().compute_loss(predictions, input_batch)
-    scalars.average = metrics.Average.from_model_output(values=predictions.per_token_xent)
-    return scalars, per_example
-
-
-class WithBothMetrics(Small):
-  """Returns weighted scalars and clu metrics at once."""
-
-  MODEL_CLASS = CluModel
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-  """What is refused when the task's config is made.
-
-  Attributes:
-    what: row of the table in the docs.
-    field: the field that the error names.
-    words: what else it says.
-    fields: settings of the experiment.
-    edit: changes the task's config.
-  """
-
-  what: str
-  field: str
-  words: tuple[str, ...] = ()
-  fields: tuple[tuple[str, Any], ...] = ()
-  edit: Callable[[Any], None] | None = None
-
-
-def _batch_norm_at_the_end(task_p: Any) -> None:
-  task_p.model.lm_tpl.final_ln_tpl = pax_fiddle.Config(layers.BatchNorm)
-
-
-def _bfloat16_variables(task_p: Any) -> None:
-  task_p.model.dtype = jnp.bfloat16
-  task_p.model.lm_tpl.stacked_transformer_tpl.bf16_accum_in_fp32 = True
-
-
-def _private_gradients(task_p: Any) -> None:
-  task_p.train.learner.stochastic_gradient = pax_fiddle.Config(sgf.DpSgdStochasticGradient)
-
-
-class OwnPipeline(layers.PipelinedTransformer):
-  """A pipeline of a user's own."""
-
-
-def _own_pipeline(task_p: Any) -> None:
-  old = task_p.model.lm_tpl.stacked_transformer_tpl
-  new = pax_fiddle.Config(OwnPipeline)
-  for name in old.__arguments__:
-    setattr(new, name, getattr(old, name))
-  task_p.model.lm_tpl.stacked_transformer_tpl = new
-
-
-REFUSED = (
-    Refused(
-        'Batch norm, VQ n-grams or experts outside of the stages',
-        'final_ln_tpl',
-        ('BatchNorm', 'NUM_MICROBATCHES=1'),
-        edit=_batch_norm_at_the_end,
-    ),
-    Refused(
-        'Sums in float32 of bfloat16 variables (`bf16_accum_in_fp32`)',
-        'bf16_accum_in_fp32',
-        ('dtype', 'jnp.float32'),
-        edit=_bfloat16_variables,
-    ),
-    Refused(
-        'Gradients of single examples (`stochastic_gradient`)',
-        'stochastic_gradient',
-        ('DpSgdStochasticGradient', 'None'),
-        edit=_private_gradients,
-    ),
-    Refused(
-        'A pipeline layer of your own (a subclass of `PipelinedTransformer`)',
-        'stacked_transformer_tpl',
-        ('OwnPipeline', 'MpmdPipelinedTransformer'),
-        edit=_own_pipeline,
+        schedule='gpipe',
+        num_steps=2,
+        rtol=1e-2,
     ),
 )
-
-
-# What other tests hold: feature, result, test.
-ELSEWHERE = [
-    ('Tied embeddings, Adam, packed rows with ragged ends', 'equal to Pax', '`TinyLm`'),
-    (
-        'Several devices in a stage (`ICI_MESH_SHAPE` or `DCN_MESH_SHAPE` with `replica`, `data` or'
-        ' `mdl` > 1), sizes that they do not divide included',
-        'equal to Pax',
-        '`test_sharded.py`',
-    ),
-    ('Experts in the stages, their aux losses (`moe_layers`)', 'equal to Pax', '`TinyMoe`'),
-    (
-        'Repeated layers in a stage (`USE_REPEATED_LAYER`)',
-        'equal to Pax; also with summaries, where Pax fails',
-        '`TinyRepeated`',
-    ),
-    (
-        'Checkpoint policies (`CHECKPOINT_POLICY`): save_nothing, save_everything, save_dot_only,'
-        ' save_iteration_input, save_qkv_out_proj, save_transformer_layer_output,'
-        ' save_dot_for_mlperf_200b; the others only list other names',
-        'equal to Pax',
-        '`CASES`, zoo',
-    ),
-    (
-        'clu metrics in place of weighted scalars: WeightedScalarCluMetric, Average, Std,'
-        ' LastValue, CollectingMetric, and others that merge',
-        'equal to Pax',
-        '`test_metrics.py`',
-    ),
-    (
-        'Dropout (`DROPOUT_PROB`)',
-        'other random bits than Pax; the same for any schedule and number of actors',
-        '`test_dropout_does_not_depend_on_schedule_or_actors`',
-    ),
-]
-REFUSED_ELSEWHERE = [
-    (
-        'Both or none of `NUM_MICROBATCHES` and `MICROBATCH_SIZE`; layers, mesh or batch that do'
-        ' not divide',
-        'refused: `ConfigError` that names the field and what would work',
-        '`test_transform.py`',
-    ),
-    (
-        'Streams (`STREAM_IO`) between which the microbatches do not divide',
-        'refused: `ConfigError` that names `STREAM_IO`',
-        '`test_microbatches.py`',
-    ),
-    (
-        'Variables of the stages whose update depends on the order of the microbatches',
-        'refused: `ConfigError` that names the variable',
-        '`test_refused_while_tracing`',
-    ),
-    (
-        'clu metrics that count a batch as one, whatever its size; or among weighted scalars',
-        'refused: `ConfigError` that names the metric',
-        '`test_metrics.py`, `test_refused_while_tracing`',
-    ),
-]

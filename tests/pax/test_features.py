@@ -11,14 +11,18 @@ from pax_mpmd import errors
 from pax_mpmd.pax import mixin
 from tests.pax import compare
 from tests.pax import features
+from tests.pax import refused
 from tests.pax import tiny
 
 
 @pytest.mark.parametrize('case', features.CASES, ids=lambda case: case.experiment.__name__)
 def test_equal_to_pax(case):
   """Losses, scalars, outputs, summaries, variables and slots are Pax's in every step."""
-  spmd = tiny.Run(case.experiment, mpmd=False)
-  mpmd = tiny.Run(case.experiment, mpmd=True, schedule=case.schedule, initial=spmd.initial)
+  inputs = case.batch(0)
+  spmd = tiny.Run(case.experiment, mpmd=False, inputs=inputs)
+  mpmd = tiny.Run(
+      case.experiment, mpmd=True, schedule=case.schedule, initial=spmd.initial, inputs=inputs
+  )
   try:
     options = {}
     if case.rtol is not None:
@@ -47,7 +51,7 @@ def test_dropout_does_not_depend_on_schedule_or_actors():
     compare.assert_close(state.mdl_vars, desired[0].mdl_vars, 1e-4, 1e-5, schedule)
 
 
-@pytest.mark.parametrize('case', features.REFUSED, ids=lambda case: case.what)
+@pytest.mark.parametrize('case', refused.REFUSED, ids=lambda case: case.what)
 def test_refused(case):
   """The error comes with the task's config and names the field and what would work."""
   experiment = type('Refused', (mixin.MpmdPipelineMixin, features.Small), dict(case.fields))
@@ -62,8 +66,10 @@ def test_refused(case):
 @pytest.mark.parametrize(
     'experiment, words',
     [
-        (features.Squared, 'squared in the pipeline.*depends on the order of the microbatches'),
-        (features.WithBothMetrics, 'average: Average.*weighted scalars'),
+        (refused.Squared, 'squared in the pipeline.*depends on the order of the microbatches'),
+        (refused.Quantized, 'vq_layer/means in the pipeline, and the loss depends on it'),
+        (refused.SeveralLosses, 'task.loss_aggregator; no MultiLossAggregator'),
+        (refused.WithBothMetrics, 'average: Average.*weighted scalars'),
     ],
 )
 def test_refused_while_tracing(experiment, words):

@@ -34,9 +34,9 @@ _STATISTICS = ('xformer_input_mean', 'xformer_input_std', 'xformer_input_abs_max
 
 
 class Repeated(lm_cloud.LmCloudSpmd):
-  """10 repeated layers on 4 stages, Adam, active clipping, tied embedding, float32."""
+  """5 repeated layers on 3 stages, Adam, active clipping, tied embedding, float32."""
 
-  NUM_LAYERS = 10
+  NUM_LAYERS = 5
   MODEL_DIMS = 16
   HIDDEN_DIMS = 32
   NUM_HEADS = 2
@@ -45,8 +45,8 @@ class Repeated(lm_cloud.LmCloudSpmd):
   FPROP_DTYPE = jnp.float32
   ICI_MESH_SHAPE = [1, 1, 1]
   MAX_SEQ_LEN = tiny.LENGTH
-  NUM_STAGES = 4
-  NUM_MICROBATCHES = 8
+  NUM_STAGES = 3
+  NUM_MICROBATCHES = 4
 
   def task(self):
     task_p = super().task()
@@ -56,10 +56,10 @@ class Repeated(lm_cloud.LmCloudSpmd):
 
 
 class Listed(Repeated):
-  """6 layers of their own on 4 stages."""
+  """4 layers of their own on 3 stages."""
 
   USE_REPEATED_LAYER = False
-  NUM_LAYERS = 6
+  NUM_LAYERS = 4
 
 
 class OwnModel(base_model.BaseModel):
@@ -179,12 +179,12 @@ def _intermediates(task_p):
 
 
 _REFUSED = [
-    (Repeated, dict(NUM_STAGES=11), None, ['NUM_STAGES=11', '--mpmd_num_stages', '1 to 10']),
-    (Listed, dict(NUM_STAGES=7), None, ['NUM_STAGES=7', 'num_layers', '1 to 6']),
+    (Repeated, dict(NUM_STAGES=6), None, ['NUM_STAGES=6', '--mpmd_num_stages', '1 to 5']),
+    (Listed, dict(NUM_STAGES=7), None, ['NUM_STAGES=7', 'num_layers', '1 to 4']),
     (Listed, dict(NUM_STAGES=0), None, ['NUM_STAGES', 'got 0']),
     (Listed, dict(NUM_STAGES=None), None, ['a StackedTransformer', '--mpmd_num_stages']),
     (Listed, dict(NUM_MICROBATCHES=None), None, ['--mpmd_num_microbatches']),
-    (Listed, dict(MICROBATCH_SIZE=2), None, ['NUM_MICROBATCHES=8', 'MICROBATCH_SIZE=2']),
+    (Listed, dict(MICROBATCH_SIZE=2), None, ['NUM_MICROBATCHES=4', 'MICROBATCH_SIZE=2']),
     (Repeated, dict(ICI_MESH_SHAPE=None), None, ['ICI_MESH_SHAPE', '[1, 1, 1]']),
     (Listed, {}, _moe, ['tr', 'num_experts', 'NUM_MICROBATCHES=1']),
     (Listed, {}, _batch_norm, ['lm_tpl.final_ln_tpl', 'BatchNorm', 'NUM_MICROBATCHES=1']),
