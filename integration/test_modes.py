@@ -18,7 +18,7 @@ EXPERIMENT = 'integration.experiments.TinyBusy'
 STEPS = 6  # of 8: it stops early
 FIDDLE = (
     f'--fdl_config={EXPERIMENT}', '--fdl.SCHEDULE="gpipe"', '--fdl.NUM_ACTORS=2',
-    '--fdl.NUM_LAYERS=4',
+    '--fdl.HIDDEN_DIMS=48',
 )
 # Written in the background, and nothing may be ignored.
 FLAGS = ('--eval_on_test', '--jax_fully_async_checkpoint', '--async_timeout_secs=60')
