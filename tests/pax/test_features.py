@@ -28,7 +28,9 @@ def test_equal_to_pax(case):
     if case.rtol is not None:
       close = (case.rtol, 1e-3)
       options = dict(rtol=case.rtol, state_tolerance=close, summary_tolerance=close)
-    compare.assert_equal_to_pax(spmd, mpmd, case.num_steps, case.batch, **options)
+    compare.assert_equal_to_pax(
+        spmd, mpmd, case.num_steps, case.batch, moves_visibly=True, **options
+    )
   finally:
     mpmd.close()
 

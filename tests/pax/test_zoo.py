@@ -20,7 +20,7 @@ def test_equal_to_pax(group):
       experiment, mpmd=True, schedule=zoo.SCHEDULES[group[0].__name__], initial=spmd.initial
   )
   try:
-    compare.assert_equal_to_pax(spmd, mpmd, num_steps=5)
+    compare.assert_equal_to_pax(spmd, mpmd, num_steps=5, moves_visibly=True)
   finally:
     mpmd.close()
 
