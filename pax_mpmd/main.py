@@ -15,8 +15,9 @@ With --mpmd:
                           are cut into N stages.
 
 A pipelined experiment (NUM_STAGES, NUM_MICROBATCHES or MICROBATCH_SIZE, ICI_MESH_SHAPE =
-[NUM_STAGES, 1, 1, 1]) says how it is cut; any other over a stack of Transformer layers, or a model
-with pipeline_yield calls of its own, needs the two flags and ICI_MESH_SHAPE = [1, 1, 1]. --exp is
+[NUM_STAGES, replica, data, mdl]) says how it is cut; any other over a stack of Transformer layers,
+or a model with pipeline_yield calls of its own, needs the two flags and ICI_MESH_SHAPE = [replica,
+data, mdl]. An actor has replica * data * mdl devices. --exp is
 the full name of a registered class, such as configs.stdlib_lm.StdlibLm; its module is imported. In
 its place Fiddle flags can build the experiment: --fdl_config=configs.stdlib_lm.StdlibLm
 --fdl.NUM_LAYERS=4 --fdl.SCHEDULE='"gpipe"'. With --eval_on_test the test split is evaluated every

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
-import functools
 import itertools
 import math
 from typing import Any
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 
 from pax_mpmd.compile import jax_compat
+from pax_mpmd.pax import mixing
 
 __all__ = ['Combination', 'Trace']
 
@@ -32,6 +32,8 @@ _LAYOUT = frozenset((
     'broadcast_in_dim', 'convert_element_type', 'copy', 'copy_p', 'expand_dims', 'reduce_precision',
     'reduce_sum', 'reshape', 'sharding_constraint', 'squeeze',
 ))
+# Linear in the one operand.
+_LINEAR = frozenset(('reduce_sum', 'reshape', 'rev', 'slice', 'squeeze', 'transpose'))
 _DEEPEST = 8  # how far expressions are compared
 _MOST_TERMS = 1000  # of a result; no loss has so many
 
@@ -64,6 +66,7 @@ class _Scope:
   varying: set[Any]
   made: dict[Any, tuple[Any, int]]
   inner: dict[int, _Scope]
+  in_pipeline: bool = False
 
 
 _Value = tuple[_Scope, Any]
@@ -76,6 +79,7 @@ class _Term:
   kind: str  # 'same', 'sum', 'max', 'min' or 'other'
   size: int = 1  # of what is summed
   divisors: tuple[_Value, ...] = ()
+  mixes: str = ''  # how it takes examples together in yet another way
 
 
 class Trace:
@@ -91,6 +95,7 @@ class Trace:
     """
     jaxpr = closed.jaxpr
     self._batch_size = batch_size
+    self._unmixed: set[Any] = set()  # where `_mixes` has found nothing
     self._outer = _scope(
         jaxpr,
         dict(zip(jaxpr.constvars, closed.consts)),
@@ -112,6 +117,9 @@ class Trace:
     terms = list(itertools.islice(self._terms(self._result(i), left_out), _MOST_TERMS))
     if len(terms) == _MOST_TERMS:
       return Combination('unknown')
+    mixes = next((term.mixes for term in terms if term.mixes), '')
+    if mixes:
+      return Combination('impossible', why=mixes)
     found = [self._of_term(term, weights) for term in terms if term.kind != 'same']
     if not found:
       return Combination('same')
@@ -184,7 +192,9 @@ class Trace:
       outer = [(scope, x) for x in eqn.invars]
       inputs = {**dict(zip(jaxpr.constvars, consts)), **dict(zip(jaxpr.invars, outer))}
       varying = {v for v, x in zip(jaxpr.invars, outer) if self._varies(x)}
-      scope.inner[id(eqn)] = _scope(jaxpr, inputs, {}, varying)
+      scope.inner[id(eqn)] = dataclasses.replace(
+          _scope(jaxpr, inputs, {}, varying), in_pipeline=_in_pipeline(scope, eqn)
+      )
     return scope.inner[id(eqn)]
 
   def _varies(self, value: _Value) -> bool:
@@ -251,7 +261,10 @@ class Trace:
       return
     made = self._made(value)
     name, operands = ('', []) if made is None else (made[0].primitive.name, made[1])
-    follow = functools.partial(self._terms, left_out=left_out)
+
+    def follow(x: _Value, divisors: tuple[_Value, ...]) -> Iterator[_Term]:
+      return self._terms(x, left_out, divisors)
+
     if name in ('add', 'add_any', 'sub', 'neg'):
       for x in operands:
         yield from follow(x, divisors=divisors)
@@ -260,18 +273,59 @@ class Trace:
         yield from follow(x, divisors=divisors)
     elif name == 'mul' and not all(map(self._varies, operands)):
       yield from follow(next(filter(self._varies, operands)), divisors=divisors)
+    elif name == 'mul' and self._cancelled(operands, divisors) is not None:
+      yield from follow(*self._cancelled(operands, divisors))
     elif name == 'div' and self._varies(operands[0]):
       yield from follow(operands[0], divisors=(*divisors, operands[1]))
-    elif name in ('reduce_sum', 'reduce_max', 'reduce_min') and (
-        self._batch_size in operands[0][1].aval.shape
-    ):
+    elif name in ('reduce_sum', 'reduce_max', 'reduce_min') and self._has_batch(operands[0]):
       kind = name.removeprefix('reduce_')
+      mixes = self._mixes(operands)
       if kind == 'sum' or not divisors:
-        yield _Term(kind, _size(operands[0]) // _size(value), divisors)
+        yield _Term(kind, _size(operands[0]) // _size(value), divisors, mixes)
       else:
-        yield _Term('other', divisors=divisors)
-    else:
+        yield _Term('other', divisors=divisors, mixes=mixes)
+    elif name == 'dot_general' and mixing.sums_over_batch(made[0], self._batch_size):
+      yield _Term('sum', _size(operands[0]), divisors, self._mixes(operands))
+    elif name in _LINEAR and not self._has_batch(operands[0]):
+      yield from follow(operands[0], divisors=divisors)
+    elif made is None or self._has_batch(value) or _in_pipeline(value[0], made[0]):
       yield _Term('other', divisors=divisors)
+    else:
+      yield _Term('other', divisors=divisors, mixes=mixing.of_statistics(made[0]))
+
+  def _cancelled(
+      self, factors: Sequence[_Value], divisors: tuple[_Value, ...]
+  ) -> tuple[_Value, tuple[_Value, ...]] | None:
+    """The other factor and divisors where one factor is a divisor, too; (x * w) / w, say."""
+    for factor, other in zip(factors, reversed(factors)):
+      for i, divisor in enumerate(divisors):
+        if self._key(factor) == self._key(divisor):
+          return other, divisors[:i] + divisors[i + 1 :]
+    return None
+
+  def _has_batch(self, value: _Value) -> bool:
+    return mixing.has_batch(value[1], self._batch_size)
+
+  def _mixes(self, values: Sequence[_Value]) -> str:
+    """How arrays of examples depend on more than the example; nothing where no sign of it is seen.
+
+    A pipeline's stages see microbatches in Pax as well, so what they mix is no matter.
+    """
+    left, seen = list(values), set()
+    while left:
+      value = self._resolve(left.pop())
+      if not self._varies(value) or self._id(value) in seen | self._unmixed:
+        continue
+      seen.add(self._id(value))
+      made = self._made(value)
+      if made is None or _in_pipeline(value[0], made[0]):
+        continue
+      mixes = mixing.of_examples(made[0], [self._varies(x) for x in made[1]], self._batch_size)
+      if mixes:
+        return mixes
+      left += made[1]
+    self._unmixed |= seen
+    return ''
 
   def _function_of(self, value: _Value, weight: _Value) -> Callable[[Any], Any] | None:
     """`value` as a function of `weight`, both scalars; None if it's no function of it alone."""
@@ -325,6 +379,11 @@ def _scope(jaxpr: Any, inputs: Any, positions: Any, varying: set[Any]) -> _Scope
     if any(not isinstance(x, jax_compat.Literal) and x in varying for x in eqn.invars):
       varying.update(eqn.outvars)
   return _Scope(jaxpr, inputs, positions, varying, made, {})
+
+
+def _in_pipeline(scope: _Scope, eqn: Any) -> bool:
+  # The names of what is inside a call don't hold those around it.
+  return scope.in_pipeline or '/pipeline/' in f'/{eqn.source_info.name_stack}/'
 
 
 def _is_call(eqn: Any) -> bool:

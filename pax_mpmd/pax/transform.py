@@ -238,7 +238,7 @@ def check_experiment(experiment: Any) -> None:
   if shape[0] * dcn[0] != stages:
     raise errors.ConfigError(
         f'ICI_MESH_SHAPE[0] * DCN_MESH_SHAPE[0] = {shape[0]} * {dcn[0]} must be'
-        f' NUM_STAGES={stages}. Set ICI_MESH_SHAPE = [{stages}, 1, 1, 1].'
+        f' NUM_STAGES={stages}. Set ICI_MESH_SHAPE = {[stages // (dcn[0] or 1), *shape[1:]]}.'
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import queue
 import threading
+import time
 from typing import Any
 import weakref
 
@@ -19,6 +20,8 @@ from pax_mpmd.runtime.local_channel import LocalHub
 from pax_mpmd.runtime.local_channel import LocalTransport
 
 __all__ = ['LocalRuntime']
+
+_JOIN_TIMEOUT_S = 2.0
 
 
 class LocalRuntime(Driver):
@@ -71,16 +74,19 @@ class LocalRuntime(Driver):
     self._hub = LocalHub(
         [groups[rank % len(groups)] for rank in range(num_actors)], self._channel_capacity
     )
+    threads: list[threading.Thread] = []
     for rank in range(num_actors):
       group = rank % len(groups)
       actor = Actor(rank, groups[group], caches[group], LocalTransport(self._hub, rank))
       messages: queue.SimpleQueue = queue.SimpleQueue()
       self._actors.append(actor)
       self._queues.append(messages)
-      threading.Thread(
+      thread = threading.Thread(
           target=_work, args=(actor, messages, self._hub), name=f'mpmd-actor-{rank}', daemon=True
-      ).start()
-    self._finalizer = weakref.finalize(self, _stop, self._hub, self._queues)
+      )
+      thread.start()
+      threads.append(thread)
+    self._finalizer = weakref.finalize(self, _stop, self._hub, self._queues, threads)
 
   def _send(self, actor: int, message: tuple, done: Callable[[Any], None]) -> None:
     # The caller may change an array once `run` has returned, and the step may run later.
@@ -117,7 +123,14 @@ def _work(actor: Actor, messages: queue.SimpleQueue, hub: LocalHub) -> None:
     del message, result, done
 
 
-def _stop(hub: LocalHub, queues: Sequence[queue.SimpleQueue]) -> None:
+def _stop(
+    hub: LocalHub, queues: Sequence[queue.SimpleQueue], threads: Sequence[threading.Thread]
+) -> None:
   hub.close()
   for messages in queues:
     messages.put(None)
+  # A thread that is still in XLA when Python ends would abort the process.
+  deadline = time.monotonic() + _JOIN_TIMEOUT_S
+  for thread in threads:
+    if thread is not threading.current_thread():
+      thread.join(max(0.0, deadline - time.monotonic()))

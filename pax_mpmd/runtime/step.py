@@ -176,7 +176,7 @@ class MpmdFunction:
     self._on_progress('tracing the step', 0, 1)
     args, kwargs = jax.tree_util.tree_unflatten(in_tree, list(avals))
     donated = self._donated(args, kwargs)
-    in_specs = _partition_specs(self._in_shardings, args, kwargs)
+    in_specs = _partition_specs(self._in_shardings, args, kwargs, self._mesh)
     traced = trace_step(self._step, in_tree, avals, donated, self._mesh)
     self._on_progress('planning', 0, 1)
     # First, so that a broken schedule isn't reported as a step that doesn't fit it. A step without
@@ -221,8 +221,10 @@ class MpmdFunction:
     return flags + [False] * len(jax.tree_util.tree_leaves(kwargs))
 
 
-def _partition_specs(in_shardings: Any, args: Sequence[Any], kwargs: Any) -> list[Any]:
-  """Per flat argument its PartitionSpec, or None."""
+def _partition_specs(
+    in_shardings: Any, args: Sequence[Any], kwargs: Any, mesh: jax.sharding.Mesh | None
+) -> list[Any]:
+  """Per flat argument its PartitionSpec, or None; checked against the mesh."""
   specs: list[Any] = []
   if in_shardings is None:
     in_shardings = (None,) * len(args)
@@ -241,8 +243,17 @@ def _partition_specs(in_shardings: Any, args: Sequence[Any], kwargs: Any) -> lis
           f'mpmd_jit: in_shardings has {shown(spec)}; its leaves must be PartitionSpecs,'
           ' NamedShardings or None.'
       )
+    if mesh is not None and isinstance(spec, jax.sharding.NamedSharding):
+      if mesh_sizes(spec.mesh) != mesh_sizes(mesh):
+        raise ConfigError(
+            f'mpmd_jit: in_shardings has {shown(spec)}, on a mesh of {mesh_sizes(spec.mesh)};'
+            f' the argument `mesh` has {mesh_sizes(mesh)}. Use that mesh, or PartitionSpecs.'
+        )
     spec = getattr(spec, 'spec', spec)
-    specs.extend([spec] * len(jax.tree_util.tree_leaves(part)))
+    leaves = jax.tree_util.tree_leaves(part)
+    if mesh is not None and spec is not None:
+      _check_spec(spec, leaves, mesh)
+    specs.extend([spec] * len(leaves))
 
   for i, (sharding, arg) in enumerate(zip(in_shardings, args)):
     try:
@@ -252,6 +263,26 @@ def _partition_specs(in_shardings: Any, args: Sequence[Any], kwargs: Any) -> lis
           f'mpmd_jit: in_shardings[{i}] is not a prefix of the tree of argument {i}: {error}'
       ) from error
   return specs + [None] * len(jax.tree_util.tree_leaves(kwargs))
+
+
+def _check_spec(spec: Any, leaves: Sequence[Any], mesh: jax.sharding.Mesh) -> None:
+  axes = [
+      axis
+      for entry in spec
+      for axis in (entry if isinstance(entry, (tuple, list)) else (entry,))
+      if axis is not None
+  ]
+  unknown = [axis for axis in axes if axis not in mesh.axis_names]
+  rank = min((np.ndim(leaf) for leaf in leaves), default=len(spec))
+  what = ''
+  if unknown:
+    what = f'{unknown[0]!r} is no axis of the mesh, whose axes are {tuple(mesh.axis_names)}'
+  elif len(set(axes)) < len(axes):
+    what = 'an axis stands in it twice'
+  elif len(spec) > rank:
+    what = f'it has {len(spec)} entries for an array of {rank} dimensions'
+  if what:
+    raise ConfigError(f'mpmd_jit: in_shardings has {spec}: {what}.')
 
 
 def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, list[jax.ShapeDtypeStruct]]:

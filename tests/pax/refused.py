@@ -191,8 +191,10 @@ REFUSED_ELSEWHERE = [
         '`test_refused_while_tracing`',
     ),
     (
-        'A loss or metric that is divided by something else than the returned weight; an output of'
-        ' examples without a row for each',
+        'A loss or metric that is divided by something else than the returned weight, or whose'
+        ' summands depend on the whole batch (weights divided by their sum, hard examples, products'
+        ' of examples), or that is a function of an average (a perplexity); an output of examples'
+        ' without a row for each',
         'refused: `ConfigError` that names it',
         '`test_rules.py`',
     ),

@@ -128,9 +128,17 @@ def _flat(results: rules.Results) -> dict[str, Any]:
 @pytest.mark.parametrize('value, words', [
     (lambda x, w: _total(x, w) / jnp.sum(w**2), "'bad'.*divided by.*none of the returned weights"),
     (lambda x, w: _total(x, w) / jnp.sum(w) + jnp.mean(x), "'bad'.*a sum of terms with different"),
+    (lambda x, w: _total(x, w / jnp.sum(w)), "'bad'.*depends on a number of the whole batch"),
+    (lambda x, w: jnp.vdot(x, w / jnp.linalg.norm(w)), "'bad'.*a number of the whole batch"),
+    (lambda x, w: jnp.mean((x - jnp.mean(x)) ** 2), "'bad'.*a number of the whole batch"),
+    (lambda x, w: jnp.exp(_total(x, w) / jnp.sum(w)), "'bad'.*by exp .*no sum, mean or quotient"),
+    (lambda x, w: jnp.sqrt(jnp.mean(x**2)), "'bad'.*by sqrt"),
+    (lambda x, w: jnp.mean(jax.lax.top_k(x.sum(1), 4)[0]), "'bad'.*whole batch by top_k"),
+    (lambda x, w: jnp.mean(jnp.sort(x, axis=0) * w), "'bad'.*what sort makes of the whole batch"),
+    (lambda x, w: jnp.mean(jax.nn.logsumexp(x @ x.T, axis=-1)), "'bad'.*with each other"),
 ])
 def test_what_can_not_be_combined_is_refused(value, words):
-  """A quotient of something else than the returned weight is refused by name, with the fix."""
+  """What doesn't follow from sums over microbatches is refused by name, with place and fix."""
   scalars = dict(SCALARS, bad=(value, lambda x, w: jnp.sum(w)))
   x = np.ones((BATCH, LENGTH), np.float32)
   with pytest.raises(errors.ConfigError, match=f'{words}.*NUM_MICROBATCHES=1'):

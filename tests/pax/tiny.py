@@ -40,6 +40,9 @@ class TinyLm(lm_cloud.LmCloudSpmdPipeline):
     task_p = super().task()
     task_p.train.learner.optimizer.clip_gradient_norm_to_value = self.CLIP
     task_p.train.learner.optimizer.learning_rate = 0.01
+    # Warmed up at once: weights that don't move would hide a wrong update.
+    schedule = task_p.train.learner.optimizer.lr_schedule
+    schedule.warmup_steps, schedule.decay_start, schedule.decay_end = 1, 2, 100
     return task_p
 
 
