@@ -156,6 +156,12 @@ def test_refused():
     make(mesh=mesh, in_shardings=(P(),)).plan(*args)
   with pytest.raises(mpmd.ConfigError, match=r'in_shardings\[1\] is not a prefix'):
     make(mesh=mesh, in_shardings=(None, {'x': P()})).plan(*args)
+  with pytest.raises(mpmd.ConfigError, match="'zz' is no axis of the mesh"):
+    make(mesh=mesh, in_shardings=(None, P(None, 'zz'))).plan(*args)
+  with pytest.raises(mpmd.ConfigError, match='an axis stands in it twice'):
+    make(mesh=mesh, in_shardings=(None, P('data', 'data'))).plan(*args)
+  with pytest.raises(mpmd.ConfigError, match='4 entries for an array of 3 dimensions'):
+    make(mesh=mesh, in_shardings=(None, P(None, None, None, 'mdl'))).plan(*args)
   with pytest.raises(mpmd.ConfigError, match='its leaves must be PartitionSpecs'):
     make(mesh=mesh, in_shardings=(None, 'data')).plan(*args)
   with pytest.raises(mpmd.PartitionError, match=r"mesh of \{'data': 2, 'mdl': 2\}.*\{'mdl': 2\}"):
