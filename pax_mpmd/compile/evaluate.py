@@ -15,19 +15,16 @@ from pax_mpmd.compile.program import OperandKind
 def evaluate_loop(cut: CutLoop, operands: Sequence[Any]) -> list[Any]:
   """Runs the tasks on the values of `cut.operands`; returns the loop's results.
 
-  Each microbatch's tasks run in plain order, those of the weights' gradients (W) last of all.
+  Each microbatch's tasks run in `CutLoop.in_order`.
   """
   import jax.numpy as jnp
 
   num = cut.num_microbatches
   sums = [np.zeros(a.shape, a.dtype) for a in cut.out_avals[: cut.num_summed]]
   rows: list[list[Any]] = [[] for _ in cut.out_avals[cut.num_summed :]]
-  rank = {'F': 0, 'B': 1, 'I': 1, 'W': 2}
-  order = sorted(cut.tasks, key=lambda key: (rank[key[1]], key[0] if key[1] == 'F' else -key[0]))
   for m in range(num):
     edges: dict[int, Any] = {}
-    for key in order:
-      task = cut.tasks[key]
+    for task in cut.in_order():
       args = []
       for op in task.inputs:
         if op.kind is OperandKind.EDGE:

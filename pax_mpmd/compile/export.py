@@ -99,8 +99,7 @@ class Exporter:
     `identity` tells bodies of this step apart (it may hold addresses of functions). The key is
     that of what came out, so it also holds among other steps and in other processes.
     """
-    spread = [a.sharding and a.sharding.spec for a in (*avals, *out_avals)]
-    text = repr((identity, [str(a) for a in avals], spread, tuple(donated)))
+    text = repr((identity, [str(a) for a in (*avals, *out_avals)], tuple(donated)))
     if text not in self._lowered:
       args = [jax.ShapeDtypeStruct(a.shape, a.numpy_dtype) for a in avals]
       ins = outs = None

@@ -74,6 +74,12 @@ class CutLoop:
   out_avals: tuple[Any, ...]
   notes: tuple[str, ...]
 
+  def in_order(self) -> list[TaskBody]:
+    """The tasks of a microbatch in plain order; the weights' gradients (W) last of all."""
+    rank = {'F': 0, 'B': 1, 'I': 1, 'W': 2}
+    keys = sorted(self.tasks, key=lambda k: (rank[k[1]], k[0] if k[1] == 'F' else -k[0]))
+    return [self.tasks[key] for key in keys]
+
   def owner(self, out: int) -> tuple[int, str]:
     """The task that adds to result `out`."""
     carry = Operand(OperandKind.CARRY, out)

@@ -32,8 +32,6 @@ from pax_mpmd.compile.program import Sharding
 
 Spec = tuple[tuple[str, ...], ...]  # per dimension the mesh axes it is split over
 
-_PHASES = {'F': 0, 'B': 1, 'I': 1, 'W': 2}
-
 
 def spec_of(partition_spec: Any, shape: Sequence[int], sizes: Mapping[str, int]) -> Spec:
   """A `jax.sharding.PartitionSpec` by dimensions; axes that don't divide theirs are left out."""
@@ -67,7 +65,6 @@ class Shardings:
   """
 
   def __init__(self, sizes: Mapping[str, int]):
-    self._sizes = dict(sizes)
     self._mesh = tuple(sizes.items())
     self.values: dict[Any, Spec] = {}  # by variable of the step
     self.edges: dict[int, Spec] = {}
@@ -108,11 +105,8 @@ def shardings_of(
   _follow_arguments(jaxpr, placed, out.values, next_value_of)
   for body in placed.prologue:
     _spread_body(body.jaxpr, out.values, sizes)
-  order = sorted(
-      cut.tasks, key=lambda key: (_PHASES[key[1]], key[0] if key[1] == 'F' else -key[0])
-  )
-  for key in order:
-    _spread_task(cut, placed, cut.tasks[key], out, sizes)
+  for task in cut.in_order():
+    _spread_task(cut, placed, task, out, sizes)
   for body in placed.epilogue:
     _spread_body(body.jaxpr, out.values, sizes)
   return out
@@ -337,9 +331,9 @@ def _gather(eqn: Any, specs: list[Spec], sizes: Mapping[str, int]) -> Spec:
   kept = [i for i in range(len(table)) if i not in numbers.collapsed_slice_dims]
   inside = [specs[0][i] if eqn.params['slice_sizes'][i] == table[i] else () for i in kept]
   indices = list(specs[1][:-1])
-  if len(inside) + len(indices) != len(eqn.outvars[0].aval.shape):
-    return ()  # newer versions have batching dimensions too
   rank = len(eqn.outvars[0].aval.shape)
+  if len(inside) + len(indices) != rank:
+    return ()  # newer versions have batching dimensions too
   return tuple(inside.pop(0) if i in numbers.offset_dims else indices.pop(0) for i in range(rank))
 
 
@@ -365,8 +359,6 @@ _RULES: dict[str, _Rule] = {
     'reshape': _reshape,
     'dot_general': _dot_general,
     'gather': _gather,
-    'scatter': _keep_equal,
-    'iota': _unknown,
     'conv_general_dilated': _unknown,
     'random_bits': _unknown,
 }

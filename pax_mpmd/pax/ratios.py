@@ -273,8 +273,8 @@ class Trace:
         yield from follow(x, divisors=divisors)
     elif name == 'mul' and not all(map(self._varies, operands)):
       yield from follow(next(filter(self._varies, operands)), divisors=divisors)
-    elif name == 'mul' and self._cancelled(operands, divisors) is not None:
-      yield from follow(*self._cancelled(operands, divisors))
+    elif name == 'mul' and (rest := self._cancelled(operands, divisors)) is not None:
+      yield from follow(*rest)
     elif name == 'div' and self._varies(operands[0]):
       yield from follow(operands[0], divisors=(*divisors, operands[1]))
     elif name in ('reduce_sum', 'reduce_max', 'reduce_min') and self._has_batch(operands[0]):
@@ -314,9 +314,10 @@ class Trace:
     left, seen = list(values), set()
     while left:
       value = self._resolve(left.pop())
-      if not self._varies(value) or self._id(value) in seen | self._unmixed:
+      key = self._id(value)
+      if not self._varies(value) or key in seen or key in self._unmixed:
         continue
-      seen.add(self._id(value))
+      seen.add(key)
       made = self._made(value)
       if made is None or _in_pipeline(value[0], made[0]):
         continue
