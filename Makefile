@@ -86,7 +86,7 @@ demo: env  ## Train a language model on 4 pipeline stages (at most 4 minutes), t
 	@$(BIN)/python -m configs.demo --exp=$(EXP) $(DEMO_ARGS)
 
 # The core: all of pax_mpmd but pax_mpmd/pax.
-CORE_TESTS := tests/schedules tests/plan tests/compile tests/core tests/runtime \
+CORE_TESTS := tests/schedules tests/plan tests/timeline tests/compile tests/core tests/runtime \
   tests/test_layers.py tests/test_without_pax.py
 PAX_TESTS := tests/pax tests/configs tests/test_package.py
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -121,8 +121,8 @@ lint: env  ## Run the linter.
 	$(BIN)/ruff check .
 
 .PHONY: bench
-bench: env  ## Compare step times with Pax's own SPMD pipelining.
-	JAX_PLATFORMS=cpu $(BIN)/python -m integration.bench_vs_spmd
+bench: env  ## Compare step times with Pax's SPMD pipelining and with jax.jit (20 minutes, idle machine).
+	JAX_PLATFORMS=cpu $(BIN)/python -m integration.bench $(BENCH_ARGS)
 
 .PHONY: bench-size
 bench-size: env  ## Time the planning of large steps: up to 64 stages, 16 actors, 256 microbatches.

@@ -33,7 +33,7 @@ ACTORS = 16
 LIMIT_SECONDS = 30  # for 64 stages, 16 actors and 256 microbatches
 _CASES = [(64, 32), (64, 64), (64, 128), (64, 256), (32, 256), (16, 256)]
 _PASSES = {
-    'trace': [(stepping, 'trace')],
+    'trace': [(stepping, 'trace_step')],
     'cut': [(compiling, n) for n in ('flatten_branches', 'merge_repeats', 'unstack',
                                      'delay_shared_sums', 'partition', 'place')],
     'export': [(compiling, 'export')],

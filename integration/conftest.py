@@ -44,6 +44,19 @@ def stock_run(
   return submit(stock.run_pax, experiment, folder, timeout=TIMEOUT_S)
 
 
+@pytest.fixture(scope='session')
+def undisturbed(
+    submit: Callable[..., futures.Future], tmp_path_factory: pytest.TempPathFactory
+) -> futures.Future[stock.Run]:
+  """The same by MPMD: 1F1B on Ray's actors."""
+  folder: Path = tmp_path_factory.mktemp('undisturbed')
+  args = ('--mpmd', '--mpmd_runtime=ray', '--mpmd_schedule=1f1b')
+  experiment = 'integration.experiments.TinyPipelined'
+  return submit(
+      stock.run_pax, experiment, folder, *args, module='pax_mpmd.main', timeout=TIMEOUT_S
+  )
+
+
 def _flat_relay(folder: Path) -> stock.Run:
   """Three steps by MPMD, and three more by stock Pax from its checkpoint."""
   flags = ('--mpmd', '--mpmd_num_stages=4', '--mpmd_num_microbatches=8')

@@ -203,3 +203,44 @@ class TinyBusy(lm_cloud.LmCloudSpmdPipeline):
         pax_fiddle.Config(inputs.Rows, name='train', is_training=True, **common),
         pax_fiddle.Config(inputs.Rows, name='test', first=100, eval_loop_num_batches=2, **common),
     ]
+
+
+class _ToStep1(TinyTo4):
+  """A model of whose state nearly all is in one kind of layer; saves before and after a step."""
+
+  MODEL_DIMS = 256
+  DIMS_PER_HEAD = 64
+  PERCORE_BATCH_SIZE = 2
+  MAX_SEQ_LEN = 16
+  NUM_LAYERS = 4
+  SUMMARY_INTERVAL_STEPS = 100
+  CHECKPOINT_EVERY_N_STEPS = 1
+  LAST_STEP = 1
+
+
+@experiment_registry.register
+class NarrowTo1(_ToStep1):
+  """200 MB of state."""
+
+  HIDDEN_DIMS = 8192
+
+
+@experiment_registry.register
+class NarrowTo2(NarrowTo1):
+  """The same, for another step."""
+
+  LAST_STEP = 2
+
+
+@experiment_registry.register
+class WideTo1(_ToStep1):
+  """Twice the state."""
+
+  HIDDEN_DIMS = 16384
+
+
+@experiment_registry.register
+class WideTo2(WideTo1):
+  """The same, for another step."""
+
+  LAST_STEP = 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import os
 from pathlib import Path
 import re
@@ -12,7 +13,7 @@ import threading
 import time
 import uuid
 
-__all__ = ['Live', 'repeat_until']
+__all__ = ['Live', 'repeat_until', 'state_of']
 
 _MARKER = 'PAX_MPMD_TEST_RUN'
 
@@ -26,6 +27,22 @@ def repeat_until(condition, timeout: float, interval: float = 0.05) -> bool:
     if time.monotonic() > deadline:
       return False
     time.sleep(interval)
+
+
+def state_of(pid: int) -> str:
+  """The state of a process as one letter: T is stopped, Z gone."""
+  try:
+    return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+  except OSError:
+    return 'Z'
+
+
+def _send(pid: int, number: int) -> bool:
+  try:
+    os.kill(pid, number)
+    return True
+  except ProcessLookupError:
+    return False
 
 
 class Live:
@@ -165,6 +182,17 @@ class Live:
       found.update({ranks[link]: pid for link in links if link in ranks})
     return found
 
+  @contextlib.contextmanager
+  def frozen(self) -> Iterator[None]:
+    """Stops all its processes for a moment, so that what they are doing can be looked at."""
+    stopped = [pid for pid in self.family() if _send(pid, signal.SIGSTOP)]
+    try:
+      repeat_until(lambda: all(state_of(pid) in 'TZ' for pid in stopped), 5, 0.001)
+      yield
+    finally:
+      for pid in stopped:
+        _send(pid, signal.SIGCONT)
+
   def gone(self, timeout: float) -> bool:
     """Waits until none of its processes is left; False if some are after `timeout` s."""
     return repeat_until(lambda: not self.family(), timeout)
@@ -175,10 +203,7 @@ class Live:
     def kill_all() -> bool:
       pids = self.family()
       for pid in pids:
-        try:
-          os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-          pass
+        _send(pid, signal.SIGKILL)
       return not pids
 
     repeat_until(kill_all, 10)

@@ -20,6 +20,9 @@ __all__ = ['checkpoint_arrays', 'checkpoint_steps', 'environment', 'Run', 'run_p
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+# How long a process may take to end after its last words, on a machine that is busy.
+PROMPTLY_S = 15
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -43,12 +46,19 @@ def environment(
 ) -> dict[str, str]:
   """Returns the environment of a run on CPUs.
 
+  XLA compiles with few optimizations: compiling takes most of the time of such short runs.
+
   Args:
     devices: how many host devices JAX makes of the CPU; None leaves that to the program.
     extra: variables to add.
   """
   env = dict(os.environ)
-  env.update(JAX_PLATFORMS='cpu', TF_CPP_MIN_LOG_LEVEL='2', PYTHONUNBUFFERED='1')
+  env.update(
+      JAX_PLATFORMS='cpu',
+      JAX_DISABLE_MOST_OPTIMIZATIONS='1',
+      TF_CPP_MIN_LOG_LEVEL='2',
+      PYTHONUNBUFFERED='1',
+  )
   env.pop('XLA_FLAGS', None)
   if devices is not None:
     env['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={devices}'

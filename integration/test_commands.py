@@ -87,9 +87,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(command: Sequence[str], cwd: Path, timeout: float = 600) -> Ended:
-  env = stock.environment(
-      extra={'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}', 'PYTHONPATH': str(cwd)}
-  )
+  env = stock.environment(extra={
+      'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}',
+      'PYTHONPATH': str(cwd),
+      'JAX_DISABLE_MOST_OPTIMIZATIONS': '0',  # as for whoever types the command
+  })
   with live.Live(command, env, cwd) as process:
     status = process.wait(timeout)
     return Ended(status, process.output)

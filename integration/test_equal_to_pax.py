@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent import futures
+import json
 from pathlib import Path
 import re
 
@@ -26,6 +27,8 @@ MPMD_RUNS = {
     'interleaved-ray': ('TinyCircular', None, 'ray'),
     'interleaved-local': ('TinyCircular', 'interleaved_1f1b', 'local'),
 }
+# Those that write a trace beside.
+TRACED = ('zb_h1-ray', 'gpipe-local')
 each_run = pytest.mark.parametrize('name', MPMD_RUNS)
 
 
@@ -33,10 +36,11 @@ each_run = pytest.mark.parametrize('name', MPMD_RUNS)
 def run(
     submit: Callable[..., futures.Future],
     stock_run: futures.Future[stock.Run],
+    undisturbed: futures.Future[stock.Run],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], stock.Run]:
   """A function that waits for a run by name: one of MPMD_RUNS or an experiment by stock Pax."""
-  runs = {'TinyPipelined': stock_run}
+  runs = {'TinyPipelined': stock_run, '1f1b-ray': undisturbed}
 
   def start(name: str, experiment: str, *args: str, **kwargs) -> None:
     folder: Path = tmp_path_factory.mktemp(name)
@@ -46,9 +50,13 @@ def run(
   for name, (experiment, schedule, runtime) in MPMD_RUNS.items():
     if experiment not in runs:
       start(experiment, experiment, devices=8)
+    if name in runs:
+      continue
     args = ['--mpmd', f'--mpmd_runtime={runtime}']
     if schedule:
       args.append(f'--mpmd_schedule={schedule}')
+    if name in TRACED:
+      args.append('--mpmd_trace_steps=2')
     start(name, experiment, *args, module='pax_mpmd.main')
   return lambda name: runs[name].result()
 
@@ -108,6 +116,22 @@ def test_same_files(name: str, run, stock_of):
   assert folders[0] == folders[1]
 
 
+@pytest.mark.parametrize('name', TRACED)
+def test_trace(name: str, run):
+  """`--mpmd_trace_steps` writes the train step's trace, picture and table, and says so."""
+  done = run(name)
+  folder = done.job_log_dir / 'mpmd_trace'
+  assert f'trace of 2 steps: {folder / "train_step.json"}' in done.output
+  trace = json.loads((folder / 'train_step.json').read_text())
+  tasks = [e for e in trace['traceEvents'] if e['ph'] == 'X' and 'stage' in e['args']]
+  stages = {e['args']['stage'] for e in tasks}
+  assert stages == set(range(4))
+  # Two measured steps and the plan have the same tasks.
+  assert len(tasks) % 3 == 0 and len(tasks) >= 3 * 4 * 2
+  assert (folder / 'train_step.svg').read_text().startswith('<svg')
+  assert 'critical path' in (folder / 'train_step.txt').read_text()
+
+
 @pytest.mark.parametrize('runtime', ['ray', 'local'])
 def test_schedules_agree_bit_for_bit(runtime: str, run):
   """Schedules that add each gradient in the same order end in the same bits.
@@ -124,4 +148,4 @@ def test_schedules_agree_bit_for_bit(runtime: str, run):
 @each_run
 def test_ends_promptly(name: str, run):
   """Once a run has said its last words, its process is gone within seconds."""
-  assert run(name).seconds_after_last_words < 5
+  assert run(name).seconds_after_last_words < stock.PROMPTLY_S

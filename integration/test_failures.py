@@ -1,7 +1,7 @@
 """Runs that are killed, interrupted or told to end: what they say, keep and leave behind.
 
 Two runs train side by side, each in a folder of its own. Both are stopped, started again in their
-folders, and stopped again, each time in another way.
+folders, and stopped again, each time in another way. A third is told to end while it compiles.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Iterator
 import os
 from pathlib import Path
 import re
+import shutil
 import signal
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from integration import live
@@ -97,23 +99,42 @@ def second(first: _Pair) -> Iterator[_Pair]:
   pair.close()
 
 
-def test_killed_worker(first: _Pair):
-  """kill -9 of one actor's process ends the run with one error that names the actor."""
+def _half_written(folder: Path) -> list[str]:
+  return [name for name in os.listdir(folder / 'checkpoints') if 'tmp' in name]
+
+
+def test_killed_driver_while_saving(first: _Pair, tmp_path: Path):
+  """kill -9 of the driver during a save, at any moment of it, leaves the checkpoint before whole.
+
+  What would be on disk is looked at several times, with all processes stopped for a moment; the
+  last time the driver is really killed. That takes the actors and Ray with it.
+  """
   run, folder = first.training('a')
-  workers = run.workers()
-  assert sorted(workers) == [0, 1, 2, 3], run.output
-  time.sleep(1)  # the actors are idle while a checkpoint is made
-  killed = time.monotonic()
-  os.kill(workers[2], signal.SIGKILL)
-  line = run.wait_for('ActorError: (.*)', 3 * ERROR_LIMIT_S).group(1)
-  assert time.monotonic() - killed < ERROR_LIMIT_S
-  # Where it was is known only if it was killed inside an instruction.
-  pattern = r'actor 2(, stage 2)?, step \d+(, instruction `.*`)?: its process died'
-  assert re.match(pattern, line), line
-  assert run.wait(ERROR_LIMIT_S) == 1
-  assert 'Traceback' not in run.output
+  seen: set[str] = set()
+  for number, seconds in enumerate((0.0, 0.005, 0.02, 0.05, 0.0)):
+    def begins() -> bool:
+      return not seen.issuperset(_half_written(folder))
+
+    assert live.repeat_until(begins, START_LIMIT_S, 0.0005), run.failure('saves no more')
+    time.sleep(seconds)
+    with run.frozen():
+      half_written = _half_written(folder)
+      seen.update(half_written)
+      shutil.copytree(folder / 'checkpoints', tmp_path / str(number) / 'checkpoints')
+      if number == 4:
+        assert half_written
+        run.send(signal.SIGKILL)
+  assert run.wait(5) == -signal.SIGKILL
   first.check_nothing_left(run)
-  assert stock.checkpoint_steps(folder)
+  names = set()
+  for number in range(5):
+    step = stock.checkpoint_steps(tmp_path / str(number))[-1]
+    arrays = stock.checkpoint_arrays(tmp_path / str(number), step)
+    assert arrays['step'] == step > 0
+    assert all(np.isfinite(array).all() for array in arrays.values())
+    names |= arrays.keys()
+    assert arrays.keys() == names
+  assert len(_half_written(folder)) == 1
 
 
 def test_sigterm(first: _Pair):
@@ -130,7 +151,10 @@ def test_sigterm(first: _Pair):
 
 
 def test_ctrl_c_after_going_on(second: _Pair):
-  """A run whose worker was killed goes on from its checkpoint; Ctrl-C ends it with another one."""
+  """A run whose driver was killed in a save goes on; Ctrl-C ends it with another checkpoint.
+
+  What the save had left is gone.
+  """
   run, folder = second.training('a')
   restored = int(re.search(r'restoring the checkpoint of step (\d+)', run.output).group(1))
   assert restored == second.begun_at['a'] > 0
@@ -141,15 +165,37 @@ def test_ctrl_c_after_going_on(second: _Pair):
   assert 'Traceback' not in run.output
   step = int(re.findall(r'checkpoint of step (\d+): ', run.output)[-1])
   assert step > restored and stock.checkpoint_steps(folder)[-1] == step
+  assert not _half_written(folder)
   second.check_nothing_left(run)
 
 
-def test_killed_driver(second: _Pair):
-  """kill -9 of the driver takes the actors and Ray with it."""
+def test_killed_worker(second: _Pair):
+  """kill -9 of one actor's process ends the run with one error that names the actor."""
   run, folder = second.training('b')
   assert re.search(r'restoring the checkpoint of step [1-9]', run.output)
-  assert len(run.family()) > 4
-  run.send(signal.SIGKILL)
-  assert run.wait(5) == -signal.SIGKILL
+  workers = run.workers()
+  assert sorted(workers) == [0, 1, 2, 3], run.output
+  killed = time.monotonic()
+  os.kill(workers[2], signal.SIGKILL)
+  line = run.wait_for('ActorError: (.*)', 3 * ERROR_LIMIT_S).group(1)
+  assert time.monotonic() - killed < ERROR_LIMIT_S
+  # Where it was is known only if it was killed inside an instruction.
+  pattern = r'actor 2(, stage 2)?(, step \d+)?(, instruction `.*`)?: its process died'
+  assert re.match(pattern, line), line
+  assert run.wait(ERROR_LIMIT_S) == 1
+  assert 'Traceback' not in run.output and 'restart' not in run.output
   second.check_nothing_left(run)
   assert stock.checkpoint_steps(folder)
+
+
+def test_told_to_end_while_compiling(tmp_path: Path):
+  """Before the first step is done SIGTERM ends a run at once, with one line and nothing left."""
+  before = _shared_memory()
+  with _start(tmp_path) as run:
+    run.wait_for('compiling programs', START_LIMIT_S)
+    run.send(signal.SIGTERM)
+    assert run.wait(STOP_LIMIT_S) == 128 + signal.SIGTERM
+    assert re.search(r'\] SIGTERM: ending at once, nothing to save\n', run.output)
+    assert 'Traceback' not in run.output and 'Error' not in run.output
+    assert run.gone(GONE_LIMIT_S), run.failure(f'left behind:\n{run.describe_family()}')
+  assert live.repeat_until(lambda: _shared_memory() <= before, 5), _shared_memory()

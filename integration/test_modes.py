@@ -143,7 +143,7 @@ def test_evaluation(name: str, runs):
     np.testing.assert_allclose(a['scores'], b['scores'], rtol=1e-4)
   run = runs[name].result()
   assert f"step {STEPS}: loss on 'test'" in run.output and 'stopping the actors' in run.output
-  assert run.seconds_after_last_words < 5
+  assert run.seconds_after_last_words < stock.PROMPTLY_S
 
 
 def test_decoding(decoded):

@@ -14,7 +14,9 @@ __version__ = '0.1.0'
 # works for an actor, loads what it needs and no more.
 _HOMES = {
     'ActorError': 'errors',
+    'CheckpointError': 'errors',
     'ConfigError': 'errors',
+    'DeferredArray': 'runtime.deferred',
     'LocalRuntime': 'runtime.local',
     'MpmdArray': 'runtime.arrays',
     'MpmdError': 'errors',
@@ -23,6 +25,7 @@ _HOMES = {
     'RayRuntime': 'runtime.ray_runtime',
     'ScheduleError': 'errors',
     'accumulate_grads': 'compile.marks',
+    'deferred': 'runtime.deferred',
     'device_get': 'runtime.arrays',
     'mpmd_jit': 'runtime.step',
     'pipeline_yield': 'compile.marks',
@@ -31,7 +34,9 @@ _HOMES = {
 
 __all__ = [
     'ActorError',
+    'CheckpointError',
     'ConfigError',
+    'DeferredArray',
     'LocalRuntime',
     'MpmdArray',
     'MpmdError',
@@ -40,6 +45,7 @@ __all__ = [
     'RayRuntime',
     'ScheduleError',
     'accumulate_grads',
+    'deferred',
     'device_get',
     'mpmd_jit',
     'pipeline_yield',

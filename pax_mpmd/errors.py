@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     'ActorError',
+    'CheckpointError',
     'ConfigError',
     'MpmdError',
     'PartitionError',
@@ -44,6 +45,10 @@ class PartitionError(MpmdError, ValueError):
 
 class PlanError(MpmdError, ValueError):
   """A plan that could hang or read a value that isn't there; refused before anything starts."""
+
+
+class CheckpointError(MpmdError, RuntimeError):
+  """A checkpoint that can't be written or read."""
 
 
 class ActorError(MpmdError, RuntimeError):

@@ -10,6 +10,10 @@ With --mpmd:
   --mpmd_num_actors=N     number of actors. Default: NUM_STAGES.
   --mpmd_runtime=ray      ray (a process for each actor) or local (threads of this process).
   --mpmd_dry_run          trace, plan and verify the train step, print it, and start nothing.
+  --mpmd_max_restarts=N   start again, at most N times, when an actor dies, fails or gets stuck.
+                          Default: 0, the run ends with the error.
+  --mpmd_trace_steps=K    show K steps, from the third on, as a trace for ui.perfetto.dev, a picture
+                          and a table, in DIR/mpmd_trace.
   --mpmd_num_stages=N, --mpmd_num_microbatches=N
                           for experiments that have no NUM_STAGES or NUM_MICROBATCHES: its layers
                           are cut into N stages.
@@ -22,8 +26,12 @@ the full name of a registered class, such as configs.stdlib_lm.StdlibLm; its mod
 its place Fiddle flags can build the experiment: --fdl_config=configs.stdlib_lm.StdlibLm
 --fdl.NUM_LAYERS=4 --fdl.SCHEDULE='"gpipe"'. With --eval_on_test the test split is evaluated every
 EVAL_INTERVAL_STEPS; --mode=eval evaluates checkpoints as they come; both as in paxml.main. To
-decode, run --mode=decode_once without --mpmd, on the same checkpoints. The same command again goes
-on from the last checkpoint. Ctrl-C ends after the step in progress, with a checkpoint.
+decode, run --mode=decode_once without --mpmd, on the same checkpoints.
+
+The same command again goes on from the last checkpoint; --mpmd_max_restarts does that by itself
+after the failure of an actor, in training and with --mode=eval. Ctrl-C and SIGTERM end training
+after the step in progress, with a checkpoint; before the first step is done, in an evaluation job,
+or the second time, at once.
 
 --helpfull shows Pax's flags too.
 """
@@ -54,8 +62,20 @@ def run(argv: Sequence[str] | None = None) -> None:
     return
   mpmd = any(arg.lstrip('-').split('=')[0] in _MPMD_FLAGS for arg in argv[1:])
   if mpmd:
-    # Before anything slow: importing Pax takes a while.
-    print('[   0s] importing Pax', flush=True)
+    # Before anything slow: importing Pax takes a while. Nothing of this for stock Pax.
+    from pax_mpmd import restarts
+    from pax_mpmd import signals
+
+    restarts.restarts.begin()
+    started = restarts.restarts.started
+
+    def say(text: str) -> None:
+      print(f'[{time.monotonic() - started:4.0f}s] {text}', flush=True)
+
+    signals.handlers.say = say
+    signals.handlers.importing = True
+    signals.handlers.install()
+    say('importing Pax')
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
     warnings.filterwarnings('ignore', message='pkg_resources is deprecated')
   from pax_mpmd.pax import launch  # imports Pax

@@ -13,11 +13,17 @@ ROOT = Path(__file__).resolve().parents[1] / 'pax_mpmd'
 MODULES = sorted(ROOT.rglob('*.py'))
 
 # From the bottom up; a package may import those before it. '' is pax_mpmd itself, the public names.
-ORDER = ['errors', 'schedules', 'compile', 'plan', 'runtime', '', 'pax', 'main']
+ORDER = [
+    'errors', 'schedules', 'compile', 'plan', 'timeline', 'runtime', '',
+    'signals', 'restarts', 'pax', 'main',
+]
 # Further limits: (importing package, imported package) -> the only pairs of modules allowed.
 ONLY = {
     ('plan', 'compile'): {('*', 'compile.program')},
-    ('runtime', 'compile'): {('*', 'compile.program'), ('runtime.step', '*')},
+    ('runtime', 'compile'): {
+        ('*', 'compile.program'), ('runtime.step', '*'), ('runtime.arguments', '*'),
+        ('runtime.deferred', '*'),
+    },
 }
 # Packages from outside -> those of ours that may import them.
 OUTSIDE = {

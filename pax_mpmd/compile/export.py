@@ -43,7 +43,7 @@ def aval_of(aval: Any, sharding: Sharding | None = None) -> Aval:
   return Aval(tuple(map(int, stored.shape)), np.dtype(stored.dtype).name, sharding)
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], mesh: Any) -> list[Any]:
+def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], mesh: Any) -> list[Any]:
   """Evaluates `jaxpr` on arguments and to results as they are between programs."""
   if mesh is not None:
     jaxpr = mend(jaxpr, mesh)
@@ -54,6 +54,46 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], mesh: Any)
 def _bytes_of(constant: Any) -> bytes:
   x = np.asarray(jc.unwrap_key(constant) if isinstance(constant, jax.Array) else constant)
   return f'{x.dtype}{x.shape}'.encode() + x.tobytes()
+
+
+def lower(
+    fn: Callable[..., Sequence[Any]],
+    avals: Sequence[Aval],
+    out_avals: Sequence[Aval],
+    donated: Sequence[int],
+    mesh: Any | None = None,
+) -> Executable:
+  """Lowers a function of flat arguments; its key is that of what came out.
+
+  Args:
+    fn: the function.
+    avals: of its arguments.
+    out_avals: of its results.
+    donated: positions of arguments whose memory it takes over.
+    mesh: an actor's mesh; None: it has one device.
+  """
+
+  def named(aval: Aval) -> Any:
+    spec = aval.sharding.spec if aval.sharding else ()
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+  args = [jax.ShapeDtypeStruct(a.shape, a.numpy_dtype) for a in avals]
+  ins = outs = None
+  if mesh is not None:
+    ins, outs = [[named(a) for a in group] for group in (avals, out_avals)]
+  module = jc.lower_to_stablehlo(fn, args, tuple(donated), ins, outs)
+  key = hashlib.sha256(module + repr(tuple(donated)).encode()).hexdigest()[:16]
+  num_devices = mesh.size if mesh is not None else 1
+  return Executable(key, tuple(avals), tuple(out_avals), tuple(donated), module, num_devices)
+
+
+def fingerprint(jaxpr: Any, consts: Sequence[Any] = ()) -> str:
+  """A text that is equal for jaxprs, and their constants, equal up to variables' names."""
+  digest = hashlib.sha256()
+  _fingerprint(jaxpr, digest)
+  for x in consts:
+    digest.update(_bytes_of(x))
+  return digest.hexdigest()
 
 
 class Exporter:
@@ -101,30 +141,14 @@ class Exporter:
     """
     text = repr((identity, [str(a) for a in (*avals, *out_avals)], tuple(donated)))
     if text not in self._lowered:
-      args = [jax.ShapeDtypeStruct(a.shape, a.numpy_dtype) for a in avals]
-      ins = outs = None
-      if self._mesh is not None:
-        ins, outs = [[self._named(a) for a in group] for group in (avals, out_avals)]
-      module = jc.lower_to_stablehlo(fn, args, tuple(donated), ins, outs)
-      key = hashlib.sha256(module + repr(tuple(donated)).encode()).hexdigest()[:16]
-      self._lowered[text] = key
-      num_devices = self._mesh.size if self._mesh is not None else 1
-      self.executables[key] = Executable(
-          key, tuple(avals), tuple(out_avals), tuple(donated), module, num_devices
-      )
+      executable = lower(fn, avals, out_avals, donated, self._mesh)
+      self._lowered[text] = executable.key
+      self.executables[executable.key] = executable
     return self._lowered[text]
-
-  def _named(self, aval: Aval) -> Any:
-    spec = aval.sharding.spec if aval.sharding else ()
-    return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*spec))
 
   def fingerprint(self, jaxpr: Any) -> str:
     """A text that is equal for jaxprs equal up to their variables' names."""
-    digest = hashlib.sha256()
-    _fingerprint(jaxpr, digest)
-    for v in jaxpr.constvars:
-      digest.update(_bytes_of(self.constants[v]))
-    return digest.hexdigest()
+    return fingerprint(jaxpr, [self.constants[v] for v in jaxpr.constvars])
 
   # -- the microbatch loop ---------------------------------------------------------------------
 
@@ -155,7 +179,7 @@ class Exporter:
           for x, row in zip(args, rows)
       ]
       outs = []
-      for x, carry in zip(_evaluate(jaxpr, consts, xs, self._mesh), is_carry):
+      for x, carry in zip(evaluate(jaxpr, consts, xs, self._mesh), is_carry):
         if not carry:
           outs.append(x)
           continue
@@ -214,8 +238,11 @@ class Exporter:
 
   # -- prologue and epilogue -------------------------------------------------------------------
 
-  def outer(self, body: OuterBody, name: str, donatable: set[Any]) -> OuterProgram:
-    """Lowers a program of the prologue or epilogue; may take over arguments in `donatable`."""
+  def outer(self, body: OuterBody, name: str, donatable: Sequence[Any]) -> OuterProgram:
+    """Lowers a program of the prologue or epilogue.
+
+    It takes over arguments in `donatable`, the first ones first, as long as they fit a result.
+    """
     jaxpr = body.jaxpr
     consts = [self.constants[v] for v in jaxpr.constvars]
     inputs = tuple(self.value(v) for v in jaxpr.invars)
@@ -224,13 +251,15 @@ class Exporter:
     out_avals = [self.values[i] for i in outputs]
     spare = list(out_avals)
     donated = []
-    for i, v in enumerate(jaxpr.invars):
-      if v in donatable and avals[i] in spare:
+    position = {v: i for i, v in enumerate(jaxpr.invars)}
+    for i in map(position.__getitem__, donatable):
+      if avals[i] in spare:
         spare.remove(avals[i])
         donated.append(i)
+    donated.sort()
 
     def run(*args):
-      return _evaluate(jaxpr, consts, args, self._mesh)
+      return evaluate(jaxpr, consts, args, self._mesh)
 
     key = self.executable(run, avals, out_avals, donated, 'outer', self.fingerprint(jaxpr))
     return OuterProgram(body.actor, name, key, inputs, outputs)
@@ -310,7 +339,7 @@ def export(
       Carry(c, actor, first, exporter.value(out))
       for c, (actor, first, out) in enumerate(zip(placed.carry_actor, initial, cut.outs))
   )
-  prologue = tuple(exporter.outer(b, f'prologue.{b.level}', set()) for b in placed.prologue)
+  prologue = tuple(exporter.outer(b, f'prologue.{b.level}', ()) for b in placed.prologue)
   donatable = _donatable(jaxpr, placed, donated)
   epilogue = tuple(
       exporter.outer(b, f'epilogue.{b.level}', donatable[i])
@@ -341,30 +370,37 @@ def export(
   )
 
 
-def _donatable(jaxpr: Any, placed: PlacedStep, donated: Sequence[bool]) -> list[set[Any]]:
-  """Per epilogue program the values it is the last to read on its actor, and may overwrite."""
+def _donatable(jaxpr: Any, placed: PlacedStep, donated: Sequence[bool]) -> list[list[Any]]:
+  """Per epilogue program the values it is the last to read on its actor, and may overwrite.
+
+  Arguments of the step come first: nothing else ends their lives within the step.
+  """
   results = {v for v in jaxpr.outvars if isinstance(v, jc.Var)}
-  given_up = {v for v, d in zip(jaxpr.invars, donated) if d}
-  holders = dict(zip(jaxpr.invars, placed.input_actors))
-  finals = {
-      v: actor for v, actor in zip(placed.cut.outs, placed.carry_actor) if not jc.is_drop(v)
-  }
-  readers: dict[Any, list[int]] = {}
-  for i, body in enumerate(placed.epilogue):
-    for v in body.jaxpr.invars:
-      readers.setdefault(v, []).append(i)
+  # Who has a copy that nobody outside the epilogue needs any more.
+  holders: dict[Any, set[int]] = {}
+  for v, actors, is_donated in zip(jaxpr.invars, placed.input_actors, donated):
+    if is_donated:
+      holders[v] = set(actors)
+  for v, actor in zip(placed.cut.outs, placed.carry_actor):
+    if not jc.is_drop(v):
+      holders[v] = {actor}
+  for body in placed.epilogue:
+    for v in body.jaxpr.outvars:
+      holders.setdefault(v, set()).add(body.actor)
   sent = {
       v
-      for body in placed.prologue
+      for body in (*placed.prologue, *placed.epilogue)
       for v in body.jaxpr.invars
-      if any(a != body.actor for a in holders.get(v, ()))
+      if v in holders and body.actor not in holders[v]
   }
-  out: list[set[Any]] = [set() for _ in placed.epilogue]
-  for v, programs in readers.items():
-    # A value read by one program only, so that no message can still be reading it.
-    if len(programs) != 1 or v in results or v in sent:
-      continue
-    actor = placed.epilogue[programs[0]].actor
-    if v in given_up or finals.get(v) == actor:
-      out[programs[0]].add(v)
+  out: list[list[Any]] = [[] for _ in placed.epilogue]
+  given_up = {v for v, d in zip(jaxpr.invars, donated) if d}
+  taken: set[tuple[Any, int]] = set()
+  for i, body in reversed(list(enumerate(placed.epilogue))):
+    for v in sorted(body.jaxpr.invars, key=lambda v: v not in given_up):
+      # A value that is sent may still be read by a message.
+      if v not in holders or v in results or v in sent or (v, body.actor) in taken:
+        continue
+      taken.add((v, body.actor))
+      out[i].append(v)
   return out

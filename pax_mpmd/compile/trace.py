@@ -103,6 +103,21 @@ def trace_step(
   return TracedStep(jaxpr, tuple(consts), out_tree[-1], tuple(dict.fromkeys(inliner.notes)))
 
 
+def inlined(closed: Any) -> tuple[Any, list[Any]]:
+  """A ClosedJaxpr's nested calls put in place: its jaxpr, and values of `jaxpr.constvars`.
+
+  Sharding constraints are dropped.
+
+  Raises:
+    PartitionError: it calls back into Python, or has other side effects.
+  """
+  inliner = _Inliner(inside=None, notes=[], mesh=None)
+  jaxpr = inliner.closed(closed)
+  jaxpr, _ = jc.dce(jaxpr, [True] * len(jaxpr.outvars))
+  consts = dict(zip(inliner.constvars, inliner.consts))
+  return _drop_unused_consts(jaxpr, consts)
+
+
 def _check_results(closed: Any, out_tree: Any) -> None:
   tree = jax.tree_util.tree_unflatten(out_tree, closed.jaxpr.outvars)
   for path, v in jax.tree_util.tree_flatten_with_path(tree)[0]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 import copy
-import functools
+import os
 from typing import Any
 import weakref
 
 import fiddle as fdl
 import jax
+import numpy as np
 
 import pax_mpmd
 from pax_mpmd import errors
 from pax_mpmd import schedules
 from pax_mpmd.pax import status as status_lib
+from pax_mpmd.pax import stored
+from pax_mpmd.pax import stored_tree
 from pax_mpmd.pax import transform
 
 __all__ = ['Backend', 'close_all', 'make_runtime', 'make_schedule']
@@ -87,31 +90,28 @@ def make_runtime(spec: Any) -> Any:
   return spec
 
 
+def _shapes(tree: Any) -> Any:
+  return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
+
+
 class _SendingStateOnce:
   """A step of an unchanged first argument, which moves to the actors with the first call."""
 
-  def __init__(self, fn: Callable[..., Any], jit: Callable[..., Any]):
-
-    @functools.wraps(fn)
-    def with_state(state, *args):
-      return state, fn(state, *args)
-
-    self._step = jit(fn)
-    self._step_with_state = jit(with_state)
+  def __init__(self, step: Any):
+    self._step = step
     self._sent: list[Any] = []
     self._held: Any = None
 
   def __call__(self, state: Any, *args: Any) -> Any:
     leaves = jax.tree_util.tree_leaves(state)
-    if not all(isinstance(x, jax.Array) for x in leaves):  # on the actors, or it may be written to
+    # Arrays that can't be written to; others may have changed since.
+    if not all(isinstance(x, (jax.Array, pax_mpmd.DeferredArray)) for x in leaves):
       return self._step(state, *args)
-    if len(leaves) == len(self._sent) and all(a is b for a, b in zip(leaves, self._sent)):
-      state = self._held
-    # Before the call, so that the actors don't hold two states.
-    self._sent, self._held = [], None
-    self._held, result = self._step_with_state(state, *args)
-    self._sent = leaves
-    return result
+    if len(leaves) != len(self._sent) or any(a is not b for a, b in zip(leaves, self._sent)):
+      self._sent, self._held = [], None  # first, so that the actors don't hold two states
+      self._held = self._step.place(state, *_shapes(args))[0]
+      self._sent = leaves
+    return self._step(self._held, *args)
 
   def plan(self, *args: Any) -> Any:
     """As of `mpmd_jit`'s functions."""
@@ -130,6 +130,8 @@ class Backend:
       schedule: schedules.Schedule,
       runtime: Any,
       status: status_lib.Status | None = None,
+      trace_steps: int = 0,
+      trace_dir: str | os.PathLike = 'mpmd_trace',
   ):
     """Constructor.
 
@@ -137,8 +139,12 @@ class Backend:
       schedule: see `make_schedule`.
       runtime: see `make_runtime`; nothing is started before the first step.
       status: where to say what is being done.
+      trace_steps: how many steps of each kind to show in traces.
+      trace_dir: where traces are written.
     """
     self.schedule = schedule
+    self._trace_steps = trace_steps
+    self._trace_dir = trace_dir
     self._status = status or status_lib.status
     self._spec = runtime
     self._runtime: Any = None
@@ -164,16 +170,47 @@ class Backend:
       self._runtime = make_runtime(self._spec)
       atexit.register(self.close)  # for ways out that don't go through the executor
       _open.add(self)
-    jit = functools.partial(
-        pax_mpmd.mpmd_jit,
+    step = pax_mpmd.mpmd_jit(
+        fn,
         schedule=self.schedule,
         runtime=self._runtime,
         donate_argnums=donate_argnums,
         mesh=mesh,
         in_shardings=in_shardings,
         on_progress=self._on_progress,
+        trace_steps=self._trace_steps,
+        trace_dir=self._trace_dir,
     )
-    return jit(fn) if donate_argnums else _SendingStateOnce(fn, jit)
+    return step if donate_argnums else _SendingStateOnce(step)
+
+  def place(self, step: Any, state: Any, *args: Any) -> Any:
+    """A state on the actors that a step needs it on.
+
+    Args:
+      step: a step of `build_step`.
+      state: its first argument.
+      *args: the others, which stay where they are: arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      CheckpointError: an array of a checkpoint can't be read.
+    """
+    what, folder = 'initialising the model', None
+    for leaf in jax.tree_util.tree_leaves(state):
+      if isinstance(leaf, stored.StoredArray):
+        what, folder = 'restoring the checkpoint', leaf.folder
+    try:
+      state = step.place(state, *_shapes(args))[0]
+      leaves = jax.tree_util.tree_leaves(state)
+      for i, leaf in enumerate(leaves):
+        self._on_progress(what, i, len(leaves))
+        if isinstance(leaf, pax_mpmd.MpmdArray):
+          leaf.block_until_ready()
+    except errors.CheckpointError as error:
+      if folder is None:
+        raise
+      raise stored_tree.explained(folder, error) from error
+    self._on_progress(what, len(leaves), len(leaves))
+    return state
 
   def _on_progress(self, what: str, done: int, total: int) -> None:
     text = what if total <= 1 else f'{what}: {done} of {total}'

@@ -2,52 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 from typing import Any
 
-import jax
-from jax import numpy as jnp
-import numpy as np
 from paxml import checkpoints
 
-__all__ = ['GatheringCheckpointer', 'to_mesh']
+from pax_mpmd import errors
+from pax_mpmd.pax import fits
+from pax_mpmd.pax import stored
+from pax_mpmd.pax import stored_tree
+
+__all__ = ['PiecewiseCheckpointer']
 
 
-def to_mesh(state: Any, specs: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Host arrays as `jax.Array`s sharded over a mesh: what Pax writes for its SPMD pipelining."""
+class PiecewiseCheckpointer(checkpoints.TrainingCheckpointer):
+  """A Pax training checkpointer of a state in pieces: the actors write and read their own.
 
-  def put(x, spec):
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
-
-  return jax.tree_util.tree_map(put, state, specs)
-
-
-class GatheringCheckpointer(checkpoints.TrainingCheckpointer):
-  """A Pax training checkpointer that gathers the state on the driver only when a save is due.
-
-  Restoring and initialising are the inner checkpointer's; so are the layout on disk, which steps
-  are kept, and what is saved of the input pipeline.
+  All else is the inner checkpointer's: the layout on disk, which steps are kept, what is saved of
+  the input pipeline, whether saving goes on in the background.
   """
 
   def __init__(
       self,
       inner: Any,
-      gather: Callable[[Any], Any],
-      mesh: jax.sharding.Mesh,
+      place: Callable[[Any], Any],
       on_save: Callable[[int], None] = lambda step: None,
   ):
     """Constructor.
 
     Args:
       inner: the checkpointer Pax made.
-      gather: fetches a tree of arrays to the host.
-      mesh: the mesh of the driver's devices.
+      place: moves a state to the actors.
       on_save: called with the step before it is saved.
     """
     self._inner = inner
-    self._gather = gather
-    self._mesh = mesh
+    self._place = place
     self._on_save = on_save
 
   def __getattr__(self, name: str) -> Any:
@@ -62,65 +52,62 @@ class GatheringCheckpointer(checkpoints.TrainingCheckpointer):
     return self._inner.checkpoint_type
 
   def wait_until_finished(self) -> None:
-    self._inner.wait_until_finished()
+    """Waits for a save in progress.
+
+    Raises:
+      CheckpointError: it could not be written.
+    """
+    with self._writing():
+      self._inner.wait_until_finished()
 
   def reached_preemption(self, step: int) -> bool:
     return self._inner.reached_preemption(step)
 
-  def get_model_states(self, *args, **kwargs) -> Any:
-    return self._inner.get_model_states(*args, **kwargs)
+  def get_model_states(self, partitioner: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    """As in Pax, but nothing large is read or computed yet.
+
+    Raises:
+      ConfigError: the checkpoint doesn't fit the experiment.
+      CheckpointError: it can't be read.
+    """
+    with stored.lazily(), fits.restoring(self._inner, metadata):
+      return self._inner.get_model_states(partitioner, metadata, *args, **kwargs)
 
   def close(self) -> None:
     """Waits for saves in progress; newer versions of Pax close their checkpointers."""
-    if hasattr(self._inner, 'close'):
-      self._inner.close()
-    else:
-      self._inner.wait_until_finished()
+    with self._writing():
+      if hasattr(self._inner, 'close'):
+        self._inner.close()
+      else:
+        self._inner.wait_until_finished()
 
-  def save_if_needed(
-      self,
-      step_i: int,
-      partitioned_train_state: Any,
-      train_state_unpadded_shape_dtype_struct: Any = None,
-      train_state_pspecs: Any = None,
-      train_input_pipeline: Any = None,
-  ) -> None:
-    if not self._enabled() or not self._inner.checkpoint_manager.should_save(step_i):
-      return
-    self._on_save(step_i)
-    self._inner.save_if_needed(
-        step_i,
-        self._on_driver(partitioned_train_state, train_state_pspecs),
-        train_state_unpadded_shape_dtype_struct,
-        train_state_pspecs,
-        train_input_pipeline,
-    )
+  def save_if_needed(self, step_i: int, partitioned_train_state: Any, *args: Any) -> None:
+    if self._enabled() and self._inner.checkpoint_manager.should_save(step_i):
+      state = self._prepare(step_i, partitioned_train_state)
+      with self._writing():
+        self._inner.save_if_needed(step_i, state, *args)
 
-  def save_final(
-      self,
-      step_i: int,
-      *,
-      partitioned_train_state: Any,
-      train_state_unpadded_shape_dtype_struct: Any = None,
-      train_state_pspecs: Any = None,
-      train_input_pipeline: Any = None,
-  ) -> None:
+  def save_final(self, step_i: int, *, partitioned_train_state: Any, **kwargs: Any) -> None:
     latest = self._inner.checkpoint_manager.latest_step()
-    if not self._enabled() or (latest is not None and latest >= step_i):
-      return
-    self._on_save(step_i)
-    self._inner.save_final(
-        step_i,
-        partitioned_train_state=self._on_driver(partitioned_train_state, train_state_pspecs),
-        train_state_unpadded_shape_dtype_struct=train_state_unpadded_shape_dtype_struct,
-        train_state_pspecs=train_state_pspecs,
-        train_input_pipeline=train_input_pipeline,
-    )
+    if self._enabled() and (latest is None or latest < step_i):
+      state = self._prepare(step_i, partitioned_train_state)
+      with self._writing():
+        self._inner.save_final(step_i, partitioned_train_state=state, **kwargs)
+
+  def _prepare(self, step: int, state: Any) -> Any:
+    stored.install()  # Pax may have registered handlers of its own since
+    state = self._place(state)
+    self._on_save(step)
+    return state
+
+  @contextlib.contextmanager
+  def _writing(self) -> Iterator[None]:
+    """Explains why a checkpoint could not be written; one in the background may be an earlier."""
+    try:
+      yield
+    except (OSError, ValueError, errors.CheckpointError) as error:  # TensorStore raises ValueError
+      folder = self._inner.checkpoint_manager.directory
+      raise stored_tree.unwritable(folder, error) from error
 
   def _enabled(self) -> bool:
     return getattr(self._inner, '_enable_checkpoint_saving', True)
-
-  def _on_driver(self, state: Any, specs: Any) -> Any:
-    if all(isinstance(x, jnp.ndarray) for x in jax.tree_util.tree_leaves(state)):
-      return state  # before the first step it has not left the driver
-    return to_mesh(self._gather(state), specs, self._mesh)

@@ -1,16 +1,14 @@
-"""Pax's train loop over actors: its own executor with progress, clean ends and gathered saves."""
+"""Pax's train loop over actors: its own executor with progress and clean ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-import contextlib
-import signal
-import threading
+from collections.abc import Sequence
 from typing import Any
 
 from paxml import executors
 
 from pax_mpmd import errors
+from pax_mpmd import signals
 from pax_mpmd.pax import checkpoint
 from pax_mpmd.pax import partitioner as partitioner_lib
 from pax_mpmd.pax import programs
@@ -59,22 +57,24 @@ class MpmdExecutor(executors.DefaultExecutor):
       )
     say = self._status.say
     step = checkpointer.step_to_restore
-    say('initialising the model' if step is None else f'restoring the checkpoint of step {step}')
+    say('preparing the model' if step is None else f'restoring the checkpoint of step {step}')
     self._progress = programs.TrainWithProgress(
         train_program, jax_task.train.num_train_steps, self._report, self._status
     )
     super().setup(
         jax_task,
         job_log_dir,
-        checkpoint.GatheringCheckpointer(
-            checkpointer, partitioner.fetch, partitioner.global_mesh, self._on_save
-        ),
+        checkpoint.PiecewiseCheckpointer(checkpointer, partitioner.place, self._on_save),
         partitioner,
         input_specs_provider,
         train_input_p,
         self._progress,
         programs.with_progress(
-            eval_programs, self._report, self._status, self._progress.exclude_pause
+            eval_programs,
+            self._report,
+            self._status,
+            self._progress.exclude_pause,
+            is_cut=lambda: self._progress.stop_requested,
         ),
         decode_programs,
         *args,
@@ -84,52 +84,31 @@ class MpmdExecutor(executors.DefaultExecutor):
 
   def start(self) -> None:
     """Trains; closes the actors whatever happens."""
-    try:
-      with self._stopping_signals():
+    with signals.handlers.training(self._finish_early):
+      try:
         super().start()
         self._progress.finish()
-    finally:
-      self._status.say('stopping the actors')
-      self._partitioner.close()
+      finally:
+        signals.handlers.begin_end()
+        self._status.say('stopping the actors')
+        self._partitioner.close()
     self._say_end()
 
   def _on_save(self, step: int) -> None:
+    # A run that goes on from this checkpoint will not write them again.
+    self._progress.finish_summaries()
     self._saved_step = step
     if self._progress.stop_requested:
       self._progress.finish()
     self._status.say(f'saving a checkpoint at step {step}')
 
-  @contextlib.contextmanager
-  def _stopping_signals(self) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-      yield
-      return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    old = {number: signal.getsignal(number) for number in numbers}
-
-    def install():
-      for number in numbers:
-        signal.signal(number, self._on_signal)
-
-    install()
-    # Ray installs a handler of its own when it starts.
-    self._progress.after_first_step = install
-    try:
-      yield
-    finally:
-      for number, handler in old.items():
-        signal.signal(number, handler)
-
-  def _on_signal(self, number: int, frame: Any) -> None:
-    del frame
+  def _finish_early(self, name: str) -> bool:
     progress = self._progress
     if progress.steps_run == 0 or progress.stop_requested:
-      if number == signal.SIGTERM:
-        raise SystemExit(128 + number)
-      raise KeyboardInterrupt
+      return False
     progress.stop_requested = True
-    name = signal.Signals(number).name
     self._status.say(f'{name}: ending after the step in progress (once more: at once)')
+    return True
 
   def _say_end(self) -> None:
     say, report = self._status.say, self._report
@@ -148,5 +127,6 @@ class MpmdExecutor(executors.DefaultExecutor):
       say(f'checkpoint of step {self._saved_step}: {self._job_log_dir / "checkpoints"}')
     say(f'summaries: tensorboard --logdir={self._job_log_dir / "summaries"}')
     if self._progress.stop_requested:
-      say('stopped early; the same command goes on from the checkpoint')
+      goes_on = '; the same command goes on from the checkpoint'
+      say('stopped early' + (goes_on if self._saved_step is not None else ''))
 

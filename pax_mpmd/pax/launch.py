@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 from collections.abc import Sequence
 import contextlib
-import difflib
 import functools
 import gc
-import importlib
 import io
 import os
 import re
@@ -21,28 +19,28 @@ from absl import logging
 from fiddle import absl_flags
 import jax
 from paxml import base_experiment
+from paxml import checkpoint_paths
 from paxml import experiment_registry
 from paxml import main as paxml_main
 import seqio
 
 from pax_mpmd import errors
+from pax_mpmd import restarts
 from pax_mpmd import schedules
+from pax_mpmd import signals
 from pax_mpmd.pax import backend
 from pax_mpmd.pax import dry_run
+from pax_mpmd.pax import experiments
 from pax_mpmd.pax import fiddle_flags
-from pax_mpmd.pax import mixin
+from pax_mpmd.pax import fits
+from pax_mpmd.pax import owner
 from pax_mpmd.pax import pax_flags
 from pax_mpmd.pax import status as status_lib
+from pax_mpmd.pax import stored_tree
 from pax_mpmd.pax import transform
+from pax_mpmd.runtime import ray_join
 
-__all__ = [
-    'experiment_of_flags',
-    'find_experiment',
-    'mix_in',
-    'mpmd_experiment',
-    'run',
-    'start_backend',
-]
+__all__ = ['experiment_of_flags', 'run', 'start_backend']
 
 FLAGS = flags.FLAGS
 
@@ -77,6 +75,19 @@ flags.DEFINE_bool(
     False,
     'With --mpmd: trace, plan and verify the train step, print it, and start nothing.',
 )
+flags.DEFINE_integer(
+    'mpmd_max_restarts',
+    0,
+    'With --mpmd: how many times to start again, from the newest checkpoint, when an actor dies,'
+    ' fails or gets stuck.',
+    lower_bound=0,
+)
+flags.DEFINE_integer(
+    'mpmd_trace_steps',
+    None,
+    'With --mpmd: how many steps to show in traces, from the third on, in job_log_dir/mpmd_trace.',
+    lower_bound=0,
+)
 
 _DEVICE_COUNT_FLAG = '--xla_force_host_platform_device_count'
 
@@ -101,20 +112,49 @@ def run(argv: Sequence[str], quiet: bool, started: float) -> None:
 
 def _main(argv: Sequence[str]) -> None:
   if not FLAGS.mpmd:
-    if FLAGS.mpmd_dry_run:
-      raise app.UsageError('--mpmd_dry_run needs --mpmd.')
+    for name in ('mpmd_dry_run', 'mpmd_max_restarts', 'mpmd_trace_steps'):
+      if FLAGS[name].value:
+        raise app.UsageError(f'--{name} needs --mpmd.')
     paxml_main.main(argv)
     return
   if not FLAGS['verbosity'].present:
     logging.set_verbosity(logging.ERROR)
+  say = status_lib.status.say
+  signals.handlers.say = say
+  signals.handlers.importing = False
   try:
     _run_mpmd(argv)
-  except errors.MpmdError as error:
-    status_lib.status.say(f'{type(error).__name__}: {error}')
+  except SystemExit:
+    if signals.handlers.raised is not None:  # Ray raises one with a status of its own instead
+      raise signals.Ended(signals.handlers.raised) from None
+    raise
+  except Exception as error:
+    signals.handlers.begin_end()
+    cause = _known_cause(error)
+    if cause is None:
+      raise
+    say(f'{type(cause).__name__}: {cause}')
+    if isinstance(cause, errors.ActorError) and signals.handlers.received is None:
+      limit = FLAGS.mpmd_max_restarts
+      if not restarts.restarts.at_exit(limit, _where_to_go_on) and limit:
+        say(f'not started again: that was the last of {limit} restarts (--mpmd_max_restarts)')
     raise SystemExit(1) from None
-  except KeyboardInterrupt:
-    status_lib.status.say('interrupted')
-    raise SystemExit(130) from None
+
+
+def _known_cause(error: BaseException | None) -> errors.MpmdError | None:
+  """The error of ours that an exception is, or that it was raised for, as by a thread of Orbax."""
+  while error is not None and not isinstance(error, errors.MpmdError):
+    error = error.__cause__
+  return error
+
+
+def _where_to_go_on() -> str:
+  if FLAGS.mode == 'eval':
+    return 'evaluating the newest checkpoint'
+  newest = checkpoint_paths.latest_checkpoint_if_exists(FLAGS.job_log_dir / 'checkpoints')
+  if newest is None:
+    return 'from the beginning, there is no checkpoint yet'
+  return f'from the checkpoint of step {checkpoint_paths.get_step_from_checkpoint_asset(newest)}'
 
 
 def _run_mpmd(argv: Sequence[str]) -> None:
@@ -137,15 +177,22 @@ def _run_mpmd(argv: Sequence[str]) -> None:
         'nothing to evaluate: no data set of the experiment has is_training = False'
     )
     return
+  if FLAGS.mode == 'train':
+    owner.hold(FLAGS.job_log_dir)
+    stored_tree.check_all(FLAGS.job_log_dir / 'checkpoints')
+  address = os.environ.get('RAY_ADDRESS')
+  if address and address != 'local' and getattr(experiment, 'RUNTIME', None) in (None, 'ray'):
+    ray_join.check(address, 'The environment variable RAY_ADDRESS')  # before the data is read
   for note in pax_flags.notes():
     status_lib.status.say(f'note: {note}')
   get_experiment = mock.patch.object(
       paxml_main, 'get_experiment', lambda name: functools.partial(_instance, experiment)
   )
   try:
-    with get_experiment, pax_flags.one_process():
+    with get_experiment, pax_flags.one_process(), fits.evaluating():
       paxml_main.main(argv)
   finally:
+    signals.handlers.begin_end()
     backend.close_all()
   if FLAGS.mode == 'eval':
     folder = FLAGS.job_log_dir / 'summaries'
@@ -164,6 +211,7 @@ def experiment_of_flags() -> Any:
       num_stages=FLAGS.mpmd_num_stages,
       num_microbatches=FLAGS.mpmd_num_microbatches,
       runtime=FLAGS.mpmd_runtime,
+      trace_steps=FLAGS.mpmd_trace_steps,
   )
   if FLAGS.exp is None:
     if not fiddle_flags.supplied():
@@ -172,7 +220,7 @@ def experiment_of_flags() -> Any:
           ' (--fdl_config).'
       )
     experiment, settings = fiddle_flags.build_experiment()
-    mix_in(experiment, **choices)
+    experiments.mix_in(experiment, **choices)
     fiddle_flags.check_names(experiment, settings)
     FLAGS.exp = f'{type(experiment).__module__}.{type(experiment).__name__}'  # for Pax's messages
     return experiment
@@ -186,7 +234,9 @@ def experiment_of_flags() -> Any:
         f'--exp={FLAGS.exp} is not built by Fiddle, and Pax ignores --fdl.NAME=VALUE, --fiddler and'
         f' --fdl_tag with it. Give --fdl_config={FLAGS.exp} in place of --exp.'
     )
-  experiment = mpmd_experiment(find_experiment(FLAGS.exp), **choices)
+  experiment = experiments.mpmd_experiment(
+      experiments.find_experiment(FLAGS.exp), **choices
+  )
   with contextlib.redirect_stderr(io.StringIO()):  # Pax prints that it was registered
     experiment_registry.register(experiment, allow_overwrite=True)
   return experiment
@@ -205,109 +255,6 @@ def _check_search(experiment: Any) -> None:
         ' supported with --mpmd. Tune it without --mpmd, and train what was found with it, as an'
         ' experiment without that method.'
     )
-
-
-def find_experiment(name: str) -> type:
-  """The registered experiment of that name; imports its module if needed.
-
-  Raises:
-    ConfigError: there is none; names similar ones.
-  """
-  found = experiment_registry.get(name)
-  module = name.rpartition('.')[0]
-  if found is None and module:
-    try:
-      importlib.import_module(module)
-    except ModuleNotFoundError as error:
-      if not (error.name and (module + '.').startswith(error.name + '.')):
-        raise  # the experiment's own import is broken
-    found = experiment_registry.get(name)
-  if found is not None:
-    return found
-  known = sorted(experiment_registry.get_all())
-  last = name.rpartition('.')[2]
-  near = [k for k in known if k.rpartition('.')[2].lower() == last.lower()]
-  near += difflib.get_close_matches(name, known, n=5, cutoff=0.5)
-  near = list(dict.fromkeys(near)) or known[:10]
-  hint = f' Similar ones: {", ".join(near)}.' if near else ''
-  raise errors.ConfigError(
-      f'--exp={name}: there is no registered experiment of this name.{hint} Give the full name,'
-      ' module.Class, of a class with @experiment_registry.register, importable from here.'
-  )
-
-
-def mpmd_experiment(
-    experiment: type,
-    schedule: Any = None,
-    num_actors: int | None = None,
-    num_stages: int | None = None,
-    num_microbatches: int | None = None,
-    runtime: Any = None,
-) -> type:
-  """A subclass of an experiment, of the same name, that runs through MPMD.
-
-  Args:
-    experiment: a Pax experiment class, with the mixin or without.
-    schedule: overrides SCHEDULE if not None; so do num_actors and runtime.
-    num_actors: overrides NUM_ACTORS.
-    num_stages: NUM_STAGES where the experiment has none.
-    num_microbatches: NUM_MICROBATCHES where the experiment says neither that nor a size.
-    runtime: overrides RUNTIME.
-
-  Raises:
-    ConfigError: a number was given that the experiment sets already, to another value.
-  """
-  fields = _fields(experiment, schedule, num_actors, num_stages, num_microbatches, runtime)
-  return _with_mixin(experiment, fields)
-
-
-def mix_in(experiment: base_experiment.BaseExperiment, **choices: Any) -> None:
-  """Makes an experiment that has been built run through MPMD, in place; see `mpmd_experiment`."""
-  fields = _fields(experiment, **choices)
-  # Of the instance, since that is where Fiddle flags set attributes.
-  for name, value in fields.items():
-    setattr(experiment, name, value)
-  experiment.__class__ = _with_mixin(type(experiment), {})
-
-
-def _with_mixin(experiment: type, fields: dict[str, Any]) -> type:
-  bases = (experiment,)
-  if not issubclass(experiment, mixin.MpmdPipelineMixin):
-    bases = (mixin.MpmdPipelineMixin, experiment)
-  names = dict(__module__=experiment.__module__, __doc__=experiment.__doc__)
-  return type(experiment.__name__, bases, {**fields, **names})
-
-
-def _fields(
-    experiment: Any,
-    schedule: Any = None,
-    num_actors: int | None = None,
-    num_stages: int | None = None,
-    num_microbatches: int | None = None,
-    runtime: Any = None,
-) -> dict[str, Any]:
-  """The attributes that flags set, of an experiment or its class."""
-  fields = {'SCHEDULE': schedule, 'NUM_ACTORS': num_actors, 'RUNTIME': runtime}
-  fields = {name: value for name, value in fields.items() if value is not None}
-  cls = experiment if isinstance(experiment, type) else type(experiment)
-  for name, value, flag in (
-      ('NUM_STAGES', num_stages, '--mpmd_num_stages'),
-      ('NUM_MICROBATCHES', num_microbatches, '--mpmd_num_microbatches'),
-  ):
-    old = getattr(experiment, name, None)
-    if value is None or value == old:
-      continue
-    if old is None and name == 'NUM_MICROBATCHES':
-      name, old = 'MICROBATCH_SIZE', getattr(experiment, 'MICROBATCH_SIZE', None)
-    if old is not None:
-      raise errors.ConfigError(
-          f'{flag}={value}: the experiment {cls.__name__} has {name}={old} of its own; the flag is'
-          f' for experiments without. Leave the flag out, or set {name} in a subclass, or with'
-          f' --fdl_config=... --fdl.{name}=... in place of --exp.'
-      )
-    name = flag.removeprefix('--mpmd_').upper()
-    fields[name] = value
-  return fields
 
 
 def start_backend(experiment: Any, cpu_driver: bool = True) -> None:

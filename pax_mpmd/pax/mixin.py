@@ -16,6 +16,7 @@ from pax_mpmd.pax import partitioner as partitioner_lib
 from pax_mpmd.pax import pax_flags
 from pax_mpmd.pax import programs
 from pax_mpmd.pax import status as status_lib
+from pax_mpmd.pax import stored
 from pax_mpmd.pax import transform
 
 __all__ = ['MpmdPipelineMixin']
@@ -38,11 +39,14 @@ class MpmdPipelineMixin(base_experiment.BaseExperiment):
       left out of it. None: 1F1B, interleaved where actors own several stages.
     NUM_ACTORS: number of actors; None: one for each pipeline rank (NUM_STAGES).
     RUNTIME: 'ray', 'local' (threads of the driver), a runtime or a Fiddle config of one. None: Ray.
+    TRACE_STEPS: how many steps of each kind to show in traces, which are written into the folder
+      mpmd_trace of the job_log_dir; from the third step on.
   """
 
   SCHEDULE: Any = None
   NUM_ACTORS: int | None = None
   RUNTIME: Any = None
+  TRACE_STEPS: int = 0
 
   def task(self) -> Any:
     """The task's config with the MPMD layers in it.
@@ -64,7 +68,12 @@ class MpmdPipelineMixin(base_experiment.BaseExperiment):
     """A backend with the experiment's schedule and runtime; starts nothing."""
     pipeline = self.mpmd_pipeline()
     schedule = backend_lib.make_schedule(self.SCHEDULE, pipeline, self.NUM_ACTORS)
-    return backend_lib.Backend(schedule, self.RUNTIME)
+    return backend_lib.Backend(
+        schedule,
+        self.RUNTIME,
+        trace_steps=self.TRACE_STEPS,
+        trace_dir=pax_flags.job_log_dir() / 'mpmd_trace',
+    )
 
   def partitioner(self) -> partitioner_lib.MpmdPartitioner:
     """The partitioner that distributes the steps.
@@ -73,6 +82,8 @@ class MpmdPipelineMixin(base_experiment.BaseExperiment):
       ConfigError: if a flag of Pax can't be had with MPMD pipelining.
     """
     pax_flags.check()
+    if pax_flags.is_eval_mode():
+      stored.install().lazy = True  # all that this job restores is for the actors
     backend = self.mpmd_backend()
     pipeline = self.mpmd_pipeline()
     schedule = backend.schedule
@@ -87,7 +98,7 @@ class MpmdPipelineMixin(base_experiment.BaseExperiment):
     )
 
   def executor(self) -> executor_lib.MpmdExecutor:
-    """Pax's train loop with progress, clean ends and gathered checkpoints."""
+    """Pax's train loop with progress, clean ends and checkpoints in pieces."""
     return executor_lib.MpmdExecutor()
 
   def eval_programs(self) -> list[programs.EvalWithProgress]:

@@ -12,7 +12,9 @@ import numpy as np
 from paxml import partitioning
 from paxml import trainer_lib
 
+import pax_mpmd
 from pax_mpmd import errors
+from pax_mpmd.pax import initial
 from pax_mpmd.pax import lazy
 from pax_mpmd.pax import train_step as train_step_lib
 from pax_mpmd.pax import transform
@@ -23,9 +25,10 @@ __all__ = ['MpmdPartitioner']
 class MpmdPartitioner(partitioning.PjitPartitioner):
   """Partitions Pax's train and eval steps over actors.
 
-  Everything but the steps is Pax's `PjitPartitioner` on the driver's own devices: initialising and
-  restoring the state gives the same values as with Pax's SPMD pipelining. The first step moves the
-  state to the actors; from then on it is made of `MpmdArray`s.
+  Everything but the steps is Pax's `PjitPartitioner` on the driver's own devices. The state is
+  initialised as with Pax's SPMD pipelining, but nobody makes all of it: it consists of
+  `DeferredArray`s until the first step, or the first save, has each actor make or read its part.
+  From then on it is made of `MpmdArray`s.
   """
 
   def __init__(
@@ -42,7 +45,8 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
       task: the task (instance or config), for its mesh.
       pipeline: what `transform.mpmd_task` found in it.
       backend: a `backend.Backend`, or what has its methods: `build_step(fn, donate_argnums, mesh,
-        in_shardings)`, `check(num_microbatches)`, `fetch(tree)` and `close()`.
+        in_shardings)`, `place(step, state, *args)`, `check(num_microbatches)`, `fetch(tree)` and
+        `close()`.
       init_is_eval: as in Pax.
 
     Raises:
@@ -62,6 +66,9 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
     super().__init__(init_is_eval, reshard_inputs=False, task=task, device_mesh=device_mesh)
     self._pipeline = pipeline
     self._backend = backend
+    self._train_step: Any = None
+    self._deferred: list[Any] = []  # the leaves of `_placed` as they were
+    self._placed: Any = None
     sizes = [size for _, size in pipeline.stage_mesh] or [1] * len(self._mesh_names)
     per_actor = pipeline.devices_per_actor
     if len(devices) < per_actor:
@@ -106,6 +113,52 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
             metadata.var_weight_hparams,
         )
 
+  def initialize_prng_key_and_train_state(
+      self,
+      root_prng_key: Any,
+      train_state: Any,
+      checkpoint_type: Any,
+      discard_opt_states: bool | None = False,
+  ) -> tuple[Any, Any, Any]:
+    """As in Pax, but the state that is made is one of `DeferredArray`s."""
+    if train_state is not None:
+      return super().initialize_prng_key_and_train_state(
+          root_prng_key, train_state, checkpoint_type, discard_opt_states
+      )
+    metadata = self.get_train_state_metadata(discard_opt_states)
+    root_prng_key, init_key = jax.random.split(root_prng_key)
+    state, provenance = initial.initial_state(
+        self._jax_task, metadata, init_key, self._global_mesh, checkpoint_type, discard_opt_states
+    )
+    return root_prng_key, state, provenance
+
+  def place(self, state: Any) -> Any:
+    """The train state on the actors; makes or reads it if that has not been done yet.
+
+    Raises:
+      CheckpointError: an array can't be read.
+    """
+    self._build_train_step(trainer_lib.train_step_single_learner)
+    key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    return self._place(state, key, self.train_inputs_shape_dtype)
+
+  def _build_train_step(self, step_fn: Any) -> Any:
+    if self._train_step is None:
+      self._train_step = self.build_step(step_fn, is_eval=False)
+    return self._train_step
+
+  def _place(self, state: Any, prng_key: Any, inputs: Any) -> Any:
+    leaves = jax.tree_util.tree_leaves(state)
+    if not any(isinstance(x, pax_mpmd.DeferredArray) for x in leaves):
+      return state
+    if len(leaves) == len(self._deferred) and all(
+        a is b for a, b in zip(leaves, self._deferred)
+    ):
+      return self._placed
+    placed = self._backend.place(self._train_step, state, prng_key, inputs)
+    self._deferred, self._placed = leaves, placed
+    return placed
+
   def fetch(self, tree: Any) -> Any:
     """The arrays of a tree, wherever they are, as host arrays."""
     return self._backend.fetch(tree)
@@ -144,6 +197,7 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
         state, output = step(self._unpad_states(metadata, state), prng_key, inputs)
         return state and self._pad_states(metadata, state), output
 
+    traced.__name__ = 'eval_step' if is_eval else 'train_step'  # in traces and notes
     return traced
 
   def build_step(self, step_fn: Any, is_eval: bool) -> Callable[..., Any]:
@@ -171,13 +225,18 @@ class MpmdPartitioner(partitioning.PjitPartitioner):
   ) -> tuple[partitioning.PartitionedStepFn, Any]:
     """Distributes a step function; see Pax's `Partitioner.partition`."""
     logging.info('[pax_mpmd] Building the %s step.', 'eval' if is_eval else 'train')
-    step = self.build_step(step_fn, is_eval)
+    # The train step may have been built before, to place a state.
+    step = self.build_step(step_fn, True) if is_eval else self._build_train_step(step_fn)
     specs = trainer_lib.get_input_partition_specs(self._mesh_names, inputs_shape_dtype)
 
     def partitioned(state, prng_key, inputs, static_args=None):
       size = static_args.unpadded_global_batch_size if static_args else None
       inputs = jax.tree_util.tree_map(lambda x: np.asarray(x)[:size], inputs)
-      new_state, output = step(state, np.asarray(prng_key), inputs)
+      prng_key = np.asarray(prng_key)
+      if not is_eval:
+        state = self._place(state, prng_key, inputs)
+        self._deferred, self._placed = [], None
+      new_state, output = step(state, prng_key, inputs)
       if is_eval:
         # Pax reads the outputs of every eval step at once anyway.
         return new_state, self.fetch(output)

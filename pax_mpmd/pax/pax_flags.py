@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import contextlib
+import pathlib
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ import jax
 
 from pax_mpmd import errors
 
-__all__ = ['check', 'is_eval_mode', 'notes', 'one_process']
+__all__ = ['check', 'is_eval_mode', 'job_log_dir', 'notes', 'one_process']
 
 FLAGS = flags.FLAGS
 
@@ -51,6 +52,13 @@ _MODES = ('train', 'eval')
 def is_eval_mode() -> bool:
   """Whether this process is a `--mode=eval` job."""
   return bool(FLAGS.is_parsed() and 'mode' in FLAGS and FLAGS.mode == 'eval')
+
+
+def job_log_dir() -> pathlib.Path:
+  """Where this process writes: --job_log_dir, or here if no command line has been read."""
+  if FLAGS.is_parsed() and 'job_log_dir' in FLAGS and FLAGS.job_log_dir is not None:
+    return pathlib.Path(FLAGS.job_log_dir)
+  return pathlib.Path()
 
 
 def check() -> None:

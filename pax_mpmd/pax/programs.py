@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-import signal
-import threading
 import time
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from paxml import programs
@@ -70,7 +69,6 @@ class TrainWithProgress:
     self._pause = 0.0
     self.steps_run = 0
     self.stop_requested = False
-    self.after_first_step: Callable[[], None] = lambda: None
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._inner, name)
@@ -87,7 +85,6 @@ class TrainWithProgress:
     if self.steps_run == 1:
       self._fetch(keep=0)
       self._say()
-      self.after_first_step()
       self._window = (time.monotonic(), output.new_train_step)
     elif time.monotonic() - self._window[0] >= self._interval_s:
       self._fetch(keep=1)
@@ -104,6 +101,16 @@ class TrainWithProgress:
     if self._pending:
       self._fetch(keep=0)
       self._say()
+
+  def finish_summaries(self) -> None:
+    """Waits until the summaries of all steps so far are in their files.
+
+    Pax fetches and writes them in a thread of its own.
+    """
+    handler = getattr(self._inner, '_train_summary_handler', None)
+    pool = getattr(handler, '_summary_pool', None)
+    if pool is not None:
+      pool.submit(lambda: None).result()  # the pool has one thread: all before it is done
 
   def _fetch(self, keep: int) -> None:
     last = None
@@ -124,6 +131,10 @@ class TrainWithProgress:
     self._status.say(text)
 
 
+class _Cut(Exception):
+  """Raised between two batches of an evaluation that nobody waits for any more."""
+
+
 class EvalWithProgress:
   """A Pax eval program that says what it is doing and what came out.
 
@@ -138,6 +149,7 @@ class EvalWithProgress:
       status: status_lib.Status,
       on_pause: Callable[[float], None] = lambda seconds: None,
       waits: bool = False,
+      is_cut: Callable[[], bool] = lambda: False,
   ):
     """Constructor.
 
@@ -147,12 +159,14 @@ class EvalWithProgress:
       status: where to say it.
       on_pause: called with the seconds that an evaluation took.
       waits: Pax waits for the next checkpoint afterwards, if there is to be one.
+      is_cut: asked before each batch; whether to leave the evaluation, without results.
     """
     self.inner = inner
     self._report = report
     self._status = status
     self._on_pause = on_pause
     self._waits = waits
+    self._is_cut = is_cut
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self.inner, name)
@@ -161,7 +175,11 @@ class EvalWithProgress:
     start = time.monotonic()
     name = self.inner.eval_input.name
     self._status.passing(f'evaluating on {name!r}')
-    output = self.inner.run(state, step)
+    try:
+      output = self._run(state, step)
+    except _Cut:
+      self._status.say(f'step {step}: evaluation on {name!r} not finished')
+      return programs.EvalProgramOutput(state)
     metrics = output.eval_metrics
     if metrics is None:
       self._status.say(f'step {step}: evaluated on {name!r} before, in this job_log_dir')
@@ -170,12 +188,27 @@ class EvalWithProgress:
       self._report.add_eval_loss(name, step, float(loss))
       self._status.say(f'step {step}: loss on {name!r} {float(loss):.4f}')
     if self._waits:
-      _end_on_sigterm()
       train_p = self.inner._task.train  # pylint: disable=protected-access
       if step + train_p.save_interval_steps <= train_p.num_train_steps:
         self._status.say(f'waiting for a checkpoint after step {step} (Ctrl-C ends)')
     self._on_pause(time.monotonic() - start)
     return output
+
+  def _run(self, state: Any, step: int) -> programs.EvalProgramOutput:
+    task = getattr(self.inner, '_task', None)
+    # The function that may stop early can't do without the results.
+    if not hasattr(self.inner, 'eval_step') or getattr(task, 'early_stopping_fn', None):
+      return self.inner.run(state, step)
+    whole = self.inner.eval_step
+
+    def eval_step(*args, **kwargs):
+      if self._is_cut():
+        raise _Cut
+      return whole(*args, **kwargs)
+
+    # Between two steps nothing is under way on the actors, and nothing has been written yet.
+    with mock.patch.object(self.inner, 'eval_step', eval_step):
+      return self.inner.run(state, step)
 
 
 def with_progress(
@@ -184,24 +217,15 @@ def with_progress(
     status: status_lib.Status | None = None,
     on_pause: Callable[[float], None] = lambda seconds: None,
     waits: bool = False,
+    is_cut: Callable[[], bool] = lambda: False,
 ) -> list[EvalWithProgress]:
   """Eval programs, with progress or without, as `EvalWithProgress`; see there."""
   report, status = report or Report(), status or status_lib.status
   inner = [p.inner if isinstance(p, EvalWithProgress) else p for p in inner]
   return [
-      EvalWithProgress(p, report, status, on_pause, waits=waits and p is inner[-1]) for p in inner
+      EvalWithProgress(p, report, status, on_pause, waits and p is inner[-1], is_cut)
+      for p in inner
   ]
-
-
-def _end_on_sigterm() -> None:
-  """SIGTERM ends the process as Ctrl-C does, with its cleaning up; Ray has a handler of its own."""
-
-  def end(number: int, frame: Any) -> None:
-    del frame
-    raise SystemExit(128 + number)
-
-  if threading.current_thread() is threading.main_thread():
-    signal.signal(signal.SIGTERM, end)
 
 
 def _duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from typing import TextIO
@@ -53,8 +54,12 @@ class Status:
     out = self._out()
     line = f'[{time.monotonic() - self.started:4.0f}s] {text}'
     clear = '\r\x1b[K' if self._passing else ''
-    out.write(clear + line + ('' if passing else '\n'))
-    out.flush()
+    text = clear + line + ('' if passing else '\n')
+    try:
+      out.write(text)
+      out.flush()
+    except RuntimeError:  # called by a signal's handler, in the middle of another line
+      os.write(out.fileno(), text.encode())
     self._passing = passing
 
 

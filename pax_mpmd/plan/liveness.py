@@ -13,8 +13,9 @@ from pax_mpmd.plan.instructions import Recv
 from pax_mpmd.plan.instructions import Run
 from pax_mpmd.plan.instructions import Send
 from pax_mpmd.plan.instructions import Slot
+from pax_mpmd.plan.operations import operations
 
-__all__ = ['insert_frees', 'peak_bytes']
+__all__ = ['insert_frees', 'live_bytes', 'peak_bytes']
 
 
 def insert_frees(
@@ -64,21 +65,30 @@ def peak_bytes(plan: Plan) -> tuple[int, ...]:
   A program's arguments and results are counted together while it runs, except that results take
   the memory of donated arguments. What a program needs for itself isn't counted.
   """
-  return tuple(_peak_bytes(actor_plan, plan.executables) for actor_plan in plan.actors)
+  return tuple(
+      max(live_bytes(actor_plan, plan.executables), default=0) for actor_plan in plan.actors
+  )
 
 
-def _peak_bytes(plan: ActorPlan, executables: Mapping[str, Executable]) -> int:
+def live_bytes(plan: ActorPlan, executables: Mapping[str, Executable]) -> tuple[int, ...]:
+  """The bytes of an actor's slots after each of its `operations`, before them first."""
+
   def size(slots: Iterable[Slot]) -> int:
     return sum(plan.slots[slot].nbytes for slot in slots)
 
-  live = peak = size(plan.inputs) + size(slot for slot, _ in plan.constants)
-  for instruction in plan.instructions:
-    live -= size(donated_slots(instruction, executables))
-    live += size(_made(instruction))
-    peak = max(peak, live)
-    if isinstance(instruction, Free):
-      live -= size(instruction.slots)
-  return peak
+  live = [size(plan.inputs) + size(slot for slot, _ in plan.constants)]
+  for operation in operations(plan):
+    instruction = plan.instructions[operation.index]
+    change = 0
+    if operation.recv is not None:
+      # Only now the arrays of the message are made.
+      change = size(plan.instructions[operation.recv].slots)
+    elif isinstance(instruction, Run):
+      change = size(instruction.outputs) - size(donated_slots(instruction, executables))
+    elif isinstance(instruction, Free):
+      change = -size(instruction.slots)
+    live.append(live[-1] + change)
+  return tuple(live)
 
 
 def donated_slots(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import functools
 import time
 import traceback
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 
 from pax_mpmd.compile.program import Aval
 from pax_mpmd.compile.program import Executable
+from pax_mpmd.errors import CheckpointError
 from pax_mpmd.plan.instructions import ActorPlan
+from pax_mpmd.runtime import host_memory
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
 from pax_mpmd.runtime.channels import Transport
@@ -24,8 +27,16 @@ from pax_mpmd.runtime.failure import StepFailed
 from pax_mpmd.runtime.interpreter import prepare
 from pax_mpmd.runtime.interpreter import PreparedPlan
 from pax_mpmd.runtime.interpreter import Progress
+from pax_mpmd.runtime.messages import flat_bytes
+from pax_mpmd.runtime.recorder import Recorder
+from pax_mpmd.runtime.sources import Source
+from pax_mpmd.runtime.writer import Sink
+from pax_mpmd.runtime.writer import Writer
+from pax_mpmd.timeline.record import ActorRecord
 
 __all__ = ['Actor', 'Part']
+
+_LARGE_BYTES = 1 << 20
 
 # (buffer id, aval, first byte, bytes): a piece of an array on its way to an actor.
 Part = tuple[int, Aval, int, np.ndarray]
@@ -60,6 +71,11 @@ class Actor:
     self._plans: dict[int, PreparedPlan] = {}
     self._store: dict[int, xla.Array] = {}
     self._arriving: dict[int, np.ndarray] = {}  # arrays of which only some parts have come
+    self._writer = Writer()
+    # Programs that make arrays run on one device, whatever the mesh of the steps is.
+    self._maker = devices if len(devices) == 1 else ActorDevices(devices.devices[:1])
+    self._maker_cache = cache if len(devices) == 1 else ExecutableCache(self._maker)
+    self._recorder: Recorder | None = None
     self._num_messages = 0
     self._failure: Failure | None = None
 
@@ -82,6 +98,8 @@ class Actor:
       return getattr(self, f'_do_{method}')(*args)
     except StepFailed as error:
       self._failure = error.failure
+    except CheckpointError as error:
+      self._failure = Failure(FailureKind.UNREADABLE, self.rank, str(error))
     except Exception as error:
       lost = isinstance(error, ChannelClosed)
       self._failure = Failure(
@@ -112,7 +130,20 @@ class Actor:
         'longest': self.progress.longest,
         'steps': self.progress.steps,
         'compiled': self.compiled,
+        'writing': self._writer.busy,
+        'written': self._writer.written,
     }
+
+  def written(self, ticket: int) -> str:
+    """Waits for the arrays of a `write` message; returns what went wrong, or nothing.
+
+    Called from another thread than `handle`, which goes on meanwhile.
+    """
+    return self._writer.finish(ticket)
+
+  def close(self) -> None:
+    """Lets the actor's own threads end."""
+    self._writer.close()
 
   def _do_load(
       self, handle: int, plan: ActorPlan, executables: Mapping[str, Executable], keys: Sequence[str]
@@ -128,15 +159,22 @@ class Actor:
     self._plans[handle] = prepare(plan, wanted, programs, self._transport, self._devices)
 
   def _do_step(
-      self, handle: int, step: int, inputs: Sequence[int | np.ndarray], first_output: int
+      self,
+      handle: int,
+      step: int,
+      inputs: Sequence[int | np.ndarray],
+      first_output: int,
+      given_up: Sequence[int],
   ) -> bytes:
     """Runs a step; an input is an array or the id of a buffer here. Outputs get ids in order.
+
+    Buffers that are given up live only as long as the plan needs them.
 
     Returns:
       The bytes of the small outputs.
     """
     prepared = self._plans[handle]
-    arrays = []
+    arrays, held = [], {}
     for value, slot in zip(inputs, prepared.plan.inputs):
       aval = prepared.plan.slots[slot]
       if isinstance(value, int):
@@ -146,17 +184,35 @@ class Actor:
         arrays.append(self._devices.to_device(value, aval))
     for position in prepared.donated_inputs:
       if isinstance(inputs[position], int):
-        self._store.pop(inputs[position], None)
+        array = self._store.pop(inputs[position], None)
+        if self._writer.reads(array):
+          held[prepared.plan.inputs[position]] = functools.partial(self._writer.wait_for, array)
+    for buffer_id in given_up:
+      self._store.pop(buffer_id, None)
+    array = None
+    recording = self._recorder and self._recorder.step(handle, prepared.plan)
     self.progress.handle = handle
     try:
-      outputs = prepared.run(step, arrays, self.progress)
+      outputs = prepared.run(step, arrays, self.progress, held, recording)
       reply = prepared.reply(outputs)
+      if recording:
+        recording.end()
     finally:
       self.progress.handle = None
     self.progress.steps += 1
     for buffer_id, array in enumerate(outputs, first_output):
       self._store[buffer_id] = array
     return reply
+
+  def _do_record(self, handle: int, count_bytes: bool) -> None:
+    """Records the steps of a plan from now on."""
+    self._recorder = Recorder(handle, count_bytes, self._transport, self._devices)
+
+  def _do_recorded(self) -> list[ActorRecord]:
+    """What has been recorded; recording ends."""
+    recorder, self._recorder = self._recorder, None
+    assert recorder is not None, 'nothing is being recorded'
+    return recorder.records
 
   def _do_put(self, parts: Sequence[Part]) -> None:
     """Stores arrays that come in parts; the parts of one array come in order."""
@@ -168,11 +224,39 @@ class Actor:
       if start + data.size == aval.nbytes:
         self._store[buffer_id] = self._devices.adopt(self._arriving.pop(buffer_id), aval)
 
+  def _do_prepare(self, executables: Mapping[str, Executable], keys: Sequence[str]) -> None:
+    """Compiles the programs that `make` messages will run."""
+    self._executables.update(executables)
+    self._maker_cache.compile_all({key: self._executables[key] for key in keys})
+
+  def _do_make(self, parts: Sequence[tuple[int, Aval, Source]]) -> None:
+    """Makes arrays, one after the other."""
+
+    def compiled(executable: Executable) -> Any:
+      return self._maker_cache.compile_all({executable.key: executable})[executable.key].execute
+
+    def to_device(array: np.ndarray) -> xla.Array:
+      return xla.to_device(array, self._maker.devices[0])
+
+    for buffer_id, aval, source in parts:
+      array = source.make(compiled, to_device)
+      if isinstance(array, np.ndarray) and source.owned:
+        array = self._devices.adopt(array, aval)
+      elif isinstance(array, np.ndarray) or self._maker is not self._devices:
+        array = self._devices.to_device(np.asarray(array), aval)
+      self._store[buffer_id] = array
+      xla.block(array)
+      if aval.nbytes >= _LARGE_BYTES:
+        host_memory.give_back()  # what making it took beside it, before the next is made
+
+  def _do_write(self, ticket: int, parts: Sequence[tuple[int, Sink]]) -> None:
+    """Begins to write arrays; see `written`."""
+    self._writer.add(ticket, [(self._store[buffer_id], sink) for buffer_id, sink in parts])
+
   def _do_fetch(self, parts: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
     """Bytes [start, stop) of buffers, as uint8[stop - start] each."""
     arrays: dict[int, np.ndarray] = {}
     for buffer_id, _, _ in parts:
       if buffer_id not in arrays:
-        array = np.ascontiguousarray(self._store[buffer_id])
-        arrays[buffer_id] = array.reshape(-1).view(np.uint8)
+        arrays[buffer_id] = flat_bytes(np.asarray(self._store[buffer_id]))
     return [arrays[buffer_id][start:stop] for buffer_id, start, stop in parts]

@@ -63,6 +63,12 @@ class MpmdArray:
     return tuple(sorted({b.actor for _, _, buffers in self._pieces for b in buffers}))
 
   @property
+  def pieces(self) -> tuple[PieceBuffers, ...]:
+    """The boxes that tile it: (start, shape, the buffers that hold it)."""
+    self._check_alive()
+    return self._pieces
+
+  @property
   def runtime(self) -> Runtime:
     """The runtime whose actors hold it."""
     return self._runtime

@@ -12,7 +12,10 @@ from typing import Protocol
 from pax_mpmd.compile.program import Aval
 from pax_mpmd.runtime import xla
 
-__all__ = ['ChannelClosed', 'Incoming', 'Outgoing', 'Ticket', 'Transport']
+__all__ = ['ChannelClosed', 'Incoming', 'Outgoing', 'Spans', 'Ticket', 'Transport']
+
+
+Spans = dict[tuple[str, int], list[tuple[float, float]]]
 
 
 class ChannelClosed(Exception):
@@ -69,13 +72,23 @@ class Incoming(Protocol):
 
 
 class Transport(Protocol):
-  """An actor's access to the others."""
+  """An actor's access to the others.
+
+  Attributes:
+    spans: while it is a dict, channels add to its lists when each of their messages was written
+      ('sent', receiver) or read ('received', sender): (start, end) by time.monotonic.
+  """
+
+  spans: Spans | None
 
   def outgoing(self, dst: int, largest_message: int) -> Outgoing:
     """The channel to `dst`, opened at the first call. `largest_message` is in bytes."""
 
   def incoming(self, src: int) -> Incoming:
     """The channel from `src`; waits until it is open."""
+
+  def settle(self) -> None:
+    """Waits until every message that was sent has been written."""
 
   def close(self) -> None:
     """Closes every channel, which ends whoever waits at the other ends."""

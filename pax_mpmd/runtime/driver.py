@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import abc
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 import concurrent.futures
+import functools
 import itertools
 import threading
 from typing import Any
+import weakref
 
 import numpy as np
 
 from pax_mpmd.compile.program import Aval
-from pax_mpmd.errors import ActorError
+from pax_mpmd.errors import CheckpointError
 from pax_mpmd.errors import ConfigError
 from pax_mpmd.errors import MpmdError
 from pax_mpmd.plan.instructions import ActorPlan
 from pax_mpmd.plan.instructions import Plan
 from pax_mpmd.runtime import interpreter
+from pax_mpmd.runtime import messages
 from pax_mpmd.runtime.buffers import Buffer
-from pax_mpmd.runtime.failure import Failure
-from pax_mpmd.runtime.failure import FailureKind
-from pax_mpmd.runtime.failure import primary
+from pax_mpmd.runtime.calls import Calls
+from pax_mpmd.runtime.sources import Source
+from pax_mpmd.runtime.writer import Sink
+from pax_mpmd.timeline.record import ActorRecord
 
 __all__ = ['Driver']
 
 Future = concurrent.futures.Future
 
-# Arrays travel between driver and actors in messages of at most about this size, so that no
-# message needs more memory on the way (Ray's object store) than that.
-_MESSAGE_BYTES = 16 << 20
-# How long to wait, after a report, for one nearer to the cause.
-_GRACE_S = {
-    FailureKind.EXCEPTION: 0.0,
-    FailureKind.DEATH: 0.3,
-    FailureKind.STUCK: 0.0,
-    FailureKind.LOST_PEER: 3.0,
-}
 _PROGRESS_INTERVAL_S = 0.25
 
 
@@ -62,19 +56,15 @@ class Driver(abc.ABC):
     self._max_steps_in_flight = max_steps_in_flight
     self._num_actors = 0
     self._devices_per_actor = 0
-    self._closed = False
-    self._error: ActorError | None = None
-    # _lock: order of messages. _state_lock: calls, reports, the verdict; never held while waiting.
-    self._lock = threading.RLock()
-    self._state_lock = threading.Lock()
-    self._calls: dict[Future, str] = {}
-    self._failures: list[Failure] = []
-    self._decision: threading.Timer | None = None
+    self._lock = threading.RLock()  # the order of messages
+    # Without a cycle, so that a runtime ends when it is dropped, not when memory runs short.
+    self._calls = Calls(_weakly(self._kill), _weakly(self._last_known))
     self._next_message: list[int] = []
     self._freed: list[collections.deque[int]] = []
     self._sent_executables: list[set[str]] = []
     self._plans: dict[int, _LoadedPlan] = {}
     self._handles = itertools.count()
+    self._tickets = itertools.count()
     self._next_buffer = 0
     self._num_steps = 0
     self._in_flight: collections.deque[tuple[int, list[Future]]] = collections.deque()
@@ -88,6 +78,10 @@ class Driver(abc.ABC):
   @abc.abstractmethod
   def _send(self, actor: int, message: tuple, done: Callable[[Any], None]) -> None:
     """Hands `Actor.handle`'s arguments to an actor; `done` gets its result or a Failure."""
+
+  @abc.abstractmethod
+  def _send_written(self, actor: int, ticket: int, done: Callable[[Any], None]) -> None:
+    """Asks an actor, beside its messages, for `Actor.written`; `done` as in `_send`."""
 
   @abc.abstractmethod
   def _compile_progress(self, actor: int) -> tuple[int, int]:
@@ -109,7 +103,7 @@ class Driver(abc.ABC):
 
   def start(self, num_actors: int, devices_per_actor: int = 1) -> None:
     with self._lock:
-      self._check_usable()
+      self._calls.check_usable()
       if (self._num_actors, self._devices_per_actor) == (num_actors, devices_per_actor):
         return
       if self._num_actors == num_actors:
@@ -136,7 +130,7 @@ class Driver(abc.ABC):
   def load(self, plan: Plan, on_progress: Callable[[int, int], None] | None = None) -> int:
     assert len(plan.actors) == self._num_actors, (len(plan.actors), self._num_actors)
     with self._lock:
-      self._check_usable()
+      self._calls.check_usable()
       handle = next(self._handles)
       self._plans[handle] = _LoadedPlan(plan)
       futures = []
@@ -144,9 +138,7 @@ class Driver(abc.ABC):
       for actor, actor_plan in enumerate(plan.actors):
         executables = interpreter.actor_executables(plan, actor)
         totals.append(len(executables))
-        new = {k: e for k, e in executables.items() if k not in self._sent_executables[actor]}
-        self._sent_executables[actor].update(new)
-        args = (handle, actor_plan, new, tuple(executables))
+        args = (handle, actor_plan, self._unsent(actor, executables), tuple(executables))
         futures.append(self._call(actor, 'load', *args))
       told = None
       waiting = set(futures)
@@ -166,10 +158,13 @@ class Driver(abc.ABC):
       return handle
 
   def run(
-      self, handle: int, inputs: Sequence[Sequence[np.ndarray | Buffer]]
+      self,
+      handle: int,
+      inputs: Sequence[Sequence[np.ndarray | Buffer]],
+      given_up: Collection[Buffer] = (),
   ) -> list[list[Buffer]]:
     with self._lock:
-      self._check_usable()
+      self._calls.check_usable()
       self._throttle()
       loaded = self._plans[handle]
       step = self._num_steps
@@ -185,7 +180,8 @@ class Driver(abc.ABC):
       for actor, (actor_plan, values) in enumerate(zip(loaded.plan.actors, packed)):
         first = self._next_buffer
         self._next_buffer += len(actor_plan.outputs)
-        future = self._call(actor, 'step', handle, step, values, first)
+        last = [buffer.id for buffer in given_up if buffer.actor == actor]
+        future = self._call(actor, 'step', handle, step, values, first, last)
         futures.append(future)
         results.append([
             self._buffer(actor, first + i, actor_plan.slots[slot], future, inline)
@@ -195,29 +191,60 @@ class Driver(abc.ABC):
         for position in loaded.donated[actor]:
           if isinstance(values[position], Buffer):
             values[position].consumed = True
+      for buffer in given_up:
+        buffer.consumed = True
       self._in_flight.append((handle, futures))
       return results
 
   def put(self, actor: int, arrays: Sequence[np.ndarray]) -> list[Buffer]:
     with self._lock:
-      self._check_usable()
+      self._calls.check_usable()
       values = [np.asarray(array) for array in arrays]
       return self._put(actor, values, [Aval(v.shape, v.dtype.name) for v in values])
 
+  def make(self, wanted: Sequence[Sequence[tuple[Aval, Source]]]) -> list[list[Buffer]]:
+    with self._lock:
+      self._calls.check_usable()
+      made: list[list[Buffer]] = []
+      for actor, parts in enumerate(wanted):
+        executables = {s.executable.key: s.executable for _, s in parts if s.executable}
+        if executables:
+          new = self._unsent(actor, executables)
+          self._call(actor, 'prepare', new, tuple(executables))
+        made.append([])
+        for aval, source in parts:
+          buffer_id = self._next_buffer
+          self._next_buffer += 1
+          ready = self._call(actor, 'make', [(buffer_id, aval, source)])
+          made[-1].append(self._buffer(actor, buffer_id, aval, ready))
+      return made
+
+  def write(self, wanted: Sequence[tuple[Buffer, Sink]]) -> list[Future]:
+    with self._lock:
+      self._calls.check_usable()
+      self._check_readable([buffer for buffer, _ in wanted])
+      ticket = next(self._tickets)
+      futures = []
+      for actor in sorted({buffer.actor for buffer, _ in wanted}):
+        mine = [(buffer.id, sink) for buffer, sink in wanted if buffer.actor == actor]
+        self._call(actor, 'write', ticket, mine)
+        futures.append(self._call_written(actor, ticket))
+      return futures
+
   def fetch(self, buffers: Sequence[Buffer]) -> list[np.ndarray]:
-    self._check_usable()
+    self._calls.check_usable()
     self._check_readable(buffers)
     results = [np.empty(b.aval.shape, b.aval.numpy_dtype) for b in buffers]
     rounds: dict[int, Iterator] = {}
     large = [i for i, buffer in enumerate(buffers) if buffer.inline is None]
     for actor in sorted({buffers[i].actor for i in large}):
       mine = [i for i in large if buffers[i].actor == actor]
-      groups = _groups([buffers[i].aval.nbytes for i in mine])
+      groups = messages.groups([buffers[i].aval.nbytes for i in mine])
       rounds[actor] = iter([[(mine[k], a, b) for k, a, b in group] for group in groups])
     while rounds:
       waiting = []
       with self._lock:
-        self._check_usable()
+        self._calls.check_usable()
         for actor, groups in list(rounds.items()):
           group = next(groups, None)
           if group is None:
@@ -227,24 +254,32 @@ class Driver(abc.ABC):
           waiting.append((group, self._call(actor, 'fetch', ids)))
       for group, future in waiting:
         for (i, start, stop), data in zip(group, future.result()):
-          _flat_bytes(results[i])[start:stop] = data
+          messages.flat_bytes(results[i])[start:stop] = data
     for buffer, result in zip(buffers, results):
       if buffer.inline is not None:
         data = buffer.ready.result()[buffer.inline]
-        _flat_bytes(result)[:] = np.frombuffer(data, np.uint8)
+        messages.flat_bytes(result)[:] = np.frombuffer(data, np.uint8)
     return results
 
   def wait(self, buffers: Sequence[Buffer]) -> None:
     for future in dict.fromkeys(buffer.ready for buffer in buffers):
       future.result()
 
+  def record(self, handle: int, count_bytes: bool = False) -> None:
+    with self._lock:
+      self._calls.check_usable()
+      for actor in range(self._num_actors):
+        self._call(actor, 'record', handle, count_bytes)
+
+  def recorded(self) -> list[Future[list[ActorRecord]]]:
+    with self._lock:
+      self._calls.check_usable()
+      return [self._call(actor, 'recorded') for actor in range(self._num_actors)]
+
   def close(self) -> None:
-    with self._state_lock:
-      if self._closed:
-        return
-      self._closed = True
-    self._kill()
-    self._fail_calls(MpmdError('The runtime was closed while this was waiting for it.'))
+    if self._calls.close():
+      self._kill()
+      self._calls.fail(MpmdError('The runtime was closed while this was waiting for it.'))
 
   def __enter__(self):
     return self
@@ -253,12 +288,6 @@ class Driver(abc.ABC):
     self.close()
 
   # Messages.
-
-  def _check_usable(self) -> None:
-    if self._error is not None:
-      raise self._error
-    if self._closed:
-      raise MpmdError('This runtime is closed; make a new one.')
 
   def _check_readable(self, buffers: Sequence[Buffer]) -> None:
     if any(buffer.consumed for buffer in buffers):
@@ -302,9 +331,9 @@ class Driver(abc.ABC):
     self._next_buffer += len(values)
     ready: dict[int, Future] = {}
     previous: Future | None = None
-    for group in _groups([aval.nbytes for aval in avals]):
+    for group in messages.groups([aval.nbytes for aval in avals]):
       parts = [
-          (first + i, avals[i], start, _flat_bytes(values[i])[start:stop])
+          (first + i, avals[i], start, messages.flat_bytes(values[i])[start:stop])
           for i, start, stop in group
       ]
       if previous is not None:
@@ -318,7 +347,7 @@ class Driver(abc.ABC):
   ) -> Sequence[np.ndarray | Buffer]:
     """Sends arrays ahead, in parts, where one message would be too large: a first state, say."""
     arrays = {i: np.asarray(v) for i, v in enumerate(values) if not isinstance(v, Buffer)}
-    if sum(array.nbytes for array in arrays.values()) <= _MESSAGE_BYTES:
+    if sum(array.nbytes for array in arrays.values()) <= messages.MESSAGE_BYTES:
       return values
     avals = [plan.slots[plan.inputs[i]] for i in arrays]
     buffers = dict(zip(arrays, self._put(actor, list(arrays.values()), avals)))
@@ -326,27 +355,32 @@ class Driver(abc.ABC):
 
   def _call(self, actor: int, method: str, *args: Any) -> Future:
     """Sends one message. The future gives the result, or raises the run's one ActorError."""
-    future: Future = Future()
-    with self._state_lock:
-      if self._error is not None:
-        raise self._error
-      self._calls[future] = method
+    future = self._calls.begin(method)
     freed_ids = self._freed[actor]
     freed = [freed_ids.popleft() for _ in range(len(freed_ids))]
     number = self._next_message[actor]
     self._next_message[actor] += 1
-
-    def done(result: Any) -> None:
-      if isinstance(result, Failure):
-        self._report(result)
-        return
-      with self._state_lock:
-        waiting = self._calls.pop(future, None) is not None
-      if waiting:
-        future.set_result(result)
-
+    done = functools.partial(self._calls.end, future)
     self._send(actor, (number, freed, method, args), done)
     return future
+
+  def _call_written(self, actor: int, ticket: int) -> Future:
+    """The end of a `write` message: a future that raises what kept something from being written."""
+    future = self._calls.begin('written')
+
+    def done(result: Any) -> None:
+      if isinstance(result, str):  # no failure of the actor: what couldn't be written, or ''
+        result = CheckpointError(result) if result else None
+      self._calls.end(future, result)
+
+    self._send_written(actor, ticket, done)
+    return future
+
+  def _unsent(self, actor: int, executables: dict[str, Any]) -> dict[str, Any]:
+    """Those programs that the actor doesn't know yet; they count as sent."""
+    new = {k: e for k, e in executables.items() if k not in self._sent_executables[actor]}
+    self._sent_executables[actor].update(new)
+    return new
 
   def _throttle(self) -> None:
     """Forgets finished steps and waits while too many are under way."""
@@ -359,10 +393,6 @@ class Driver(abc.ABC):
       self._plans[handle].num_steps_done += 1
       self._in_flight.popleft()
 
-  def _waiting_methods(self) -> set[str]:
-    with self._state_lock:
-      return set(self._calls.values())
-
   def _is_first_step(self) -> bool:
     """Whether the oldest step under way is the first of its plan. Called from the monitor."""
     done = set()
@@ -372,82 +402,13 @@ class Driver(abc.ABC):
       done.add(handle)
     return False
 
-  # Failures.
 
-  def _report(self, failure: Failure) -> None:
-    """Takes a report; after a moment the one nearest to the cause becomes the error."""
-    with self._state_lock:
-      if self._closed or self._error is not None:
-        return
-      self._failures.append(failure)
-      grace = _GRACE_S[failure.kind]
-      if self._decision is not None:
-        if primary(self._failures) is not failure:
-          return
-        self._decision.cancel()
-      self._decision = threading.Timer(grace, self._decide)
-      self._decision.daemon = True
-      self._decision.start()
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+  """`method`, which does nothing and returns None when its object is gone."""
+  reference = weakref.WeakMethod(method)
 
-  def _decide(self) -> None:
-    with self._state_lock:
-      if self._closed or self._error is not None:
-        return
-      chosen = self._complete(primary(self._failures))
-      error = chosen.to_error()
-      self._error = error
-    self._kill()
-    self._fail_calls(error)
+  def call(*args: Any) -> Any:
+    bound = reference()
+    return None if bound is None else bound(*args)
 
-  def _complete(self, failure: Failure) -> Failure:
-    """Fills in where the failed actor was, from its last sign of life or from its peers."""
-    reports = self._failures
-    if failure.kind is FailureKind.LOST_PEER:
-      waiting = failure
-      failure = Failure(
-          FailureKind.DEATH,
-          failure.peer,
-          'the actor closed its channels, and nothing more is known.',
-          step=waiting.step,
-      )
-    if failure.kind is not FailureKind.DEATH:
-      return failure
-    fields = {**failure.__dict__, **self._last_known(failure.actor)}
-    for report in reports:
-      if report.peer == failure.actor and report.instruction is not None:
-        if fields['step'] is None:
-          fields['step'] = report.step
-        fields['message'] += f' Actor {report.actor} was at `{report.instruction}` then.'
-        break
-    return Failure(**fields)
-
-  def _fail_calls(self, error: Exception) -> None:
-    with self._state_lock:
-      calls = list(self._calls)
-      self._calls.clear()
-    for future in calls:
-      future.set_exception(error)
-
-
-def _flat_bytes(array: np.ndarray) -> np.ndarray:
-  """uint8[n]: the array's own memory if it is contiguous, else a copy's."""
-  return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _groups(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-  """Cuts arrays of these many bytes into messages: lists of (array, first byte, last byte + 1)."""
-  groups: list[list[tuple[int, int, int]]] = []
-  room = 0
-  for i, size in enumerate(sizes):
-    start = 0
-    while True:
-      if not groups or room <= 0:
-        groups.append([])
-        room = _MESSAGE_BYTES
-      stop = min(size, start + room)
-      groups[-1].append((i, start, stop))
-      room -= stop - start
-      start = stop
-      if start >= size:
-        break
-  return groups
+  return call

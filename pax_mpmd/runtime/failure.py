@@ -7,6 +7,8 @@ import dataclasses
 import enum
 
 from pax_mpmd.errors import ActorError
+from pax_mpmd.errors import CheckpointError
+from pax_mpmd.errors import MpmdError
 
 __all__ = ['Failure', 'FailureKind', 'StepFailed', 'brief', 'primary']
 
@@ -17,6 +19,7 @@ _MAX_CHARACTERS = 600
 class FailureKind(enum.IntEnum):
   """How an actor failed; the smaller, the nearer to the cause."""
 
+  UNREADABLE = -1  # an array of a checkpoint
   EXCEPTION = 0  # an instruction raised
   DEATH = 1  # the process is gone
   STUCK = 2  # it doesn't answer, or nothing moves
@@ -36,8 +39,10 @@ class Failure:
   traceback: str | None = None
   peer: int | None = None
 
-  def to_error(self) -> ActorError:
+  def to_error(self) -> MpmdError:
     """The error a user sees."""
+    if self.kind is FailureKind.UNREADABLE:
+      return CheckpointError(self.message)
     where = f'actor {self.actor}'
     if self.stage is not None:
       where += f', stage {self.stage}'

@@ -1,11 +1,10 @@
 """Runs one actor's instruction list.
 
 `prepare` turns an ActorPlan into a flat list of small callables once, when the plan is loaded;
-`PreparedPlan.run` walks it every step. What an instruction has to wait for is known from the
-list alone, so it is worked out in `prepare`: a Recv only posts the receive, and a wait stands in
-front of the first instruction that reads one of its slots. A Send never waits for the receiver
-(unless a channel is made so), also where a later Run takes over the memory that is sent: such an
-array is copied. So nothing waits for more than the plan's own order does.
+`PreparedPlan.run` walks it every step. Where it waits, `plan/operations.py` says: a Recv only posts
+the receive, and a wait stands in front of the first instruction that reads one of its slots. A Send
+never waits for the receiver (unless a channel is made so), also where a later Run takes over the
+memory that is sent: such an array is copied.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ import numpy as np
 
 from pax_mpmd.compile.program import Executable
 from pax_mpmd.plan.instructions import ActorPlan
-from pax_mpmd.plan.instructions import Free
 from pax_mpmd.plan.instructions import Instruction
 from pax_mpmd.plan.instructions import Plan
 from pax_mpmd.plan.instructions import Recv
 from pax_mpmd.plan.instructions import Run
 from pax_mpmd.plan.instructions import Send
+from pax_mpmd.plan.operations import Operation
+from pax_mpmd.plan.operations import operations
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
 from pax_mpmd.runtime.channels import Transport
@@ -36,6 +36,7 @@ from pax_mpmd.runtime.failure import brief
 from pax_mpmd.runtime.failure import Failure
 from pax_mpmd.runtime.failure import FailureKind
 from pax_mpmd.runtime.failure import StepFailed
+from pax_mpmd.runtime.recorder import StepRecorder
 
 __all__ = [
     'PreparedPlan',
@@ -130,11 +131,15 @@ class _Frame:
 
 @dataclasses.dataclass(frozen=True)
 class _Op:
-  """One thing to do: which instruction it belongs to and, for a wait, what is waited for."""
+  """An operation, how to do it and, for a wait, what is waited for.
 
-  index: int
+  `overwrites`: slots whose memory it takes over.
+  """
+
+  operation: Operation
   do: Callable[[_Frame], None]
   waits_for: str = ''
+  overwrites: tuple[int, ...] = ()
 
 
 def _getter(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -193,15 +198,6 @@ def _wait_recv(index: int, slots: tuple[int, ...]) -> Callable[[_Frame], None]:
   return do
 
 
-def _reads(instruction: Instruction) -> tuple[int, ...]:
-  if isinstance(instruction, Run):
-    return instruction.inputs
-  if isinstance(instruction, (Send, Free)):
-    # A Free counts: the message must be taken off the channel before its slot is forgotten.
-    return instruction.slots
-  return ()
-
-
 class PreparedPlan:
   """An ActorPlan bound to an actor's devices, its compiled programs and its channels."""
 
@@ -213,7 +209,14 @@ class PreparedPlan:
     self._constants = constants
     self._take_outputs = _getter(plan.outputs)
 
-  def run(self, step: int, inputs: list[xla.Array], progress: Progress) -> list[xla.Array]:
+  def run(
+      self,
+      step: int,
+      inputs: list[xla.Array],
+      progress: Progress,
+      held: dict[int, Callable[[], None]] | None = None,
+      recording: StepRecorder | None = None,
+  ) -> list[xla.Array]:
     """Runs the step.
 
     Args:
@@ -221,6 +224,8 @@ class PreparedPlan:
       inputs: device arrays, one for each of `plan.inputs`; the list is emptied, so that a Free
         gives the memory back.
       progress: kept up to date while running.
+      held: by input slot, what waits until its array may be overwritten, where that isn't yet so.
+      recording: where to write down when each operation began and ended.
 
     Returns:
       Device arrays, one for each of `plan.outputs`.
@@ -242,7 +247,12 @@ class PreparedPlan:
     words[1] = step
     try:
       for op in self._ops:
-        words[2] = index = op.index
+        words[2] = index = op.operation.index
+        if held and op.overwrites:
+          progress.at = (step, index, now(), 'a checkpoint to be written')
+          for slot in op.overwrites:
+            if slot in held:
+              held.pop(slot)()
         start = now()
         progress.at = (step, index, start, op.waits_for)
         op.do(frame)
@@ -250,6 +260,10 @@ class PreparedPlan:
           took = now() - start
           if took > longest:
             longest = progress.longest = took
+        if recording is not None:
+          recording.spans.append((start, now()))
+          if recording.after is not None:
+            recording.after()
       return list(self._take_outputs(slots))
     except Exception as error:
       raise StepFailed(self._failure(step, index, error)) from error
@@ -323,40 +337,35 @@ def prepare(
       if isinstance(instruction, Run)
       for position in executables[instruction.executable].donated
   }
-  ops: list[_Op] = []
-  recv_of: dict[int, int] = {}  # slot -> index of the Recv it waits for
-
-  def wait_for_recv(at: int, recv_index: int) -> None:
-    recv = plan.instructions[recv_index]
-    for slot in recv.slots:
-      recv_of.pop(slot, None)
-    waits_for = f'{instruction_text(recv)}, asked of actor {recv.src}'
-    ops.append(_Op(at, _wait_recv(recv_index, recv.slots), waits_for))
-
-  for index, instruction in enumerate(plan.instructions):
-    for slot in _reads(instruction):
-      if slot in recv_of:
-        wait_for_recv(index, recv_of[slot])
-    if isinstance(instruction, Run):
+  incoming = {
+      instruction.src: transport.incoming(instruction.src)
+      for instruction in plan.instructions
+      if isinstance(instruction, Recv)
+  }
+  ops = []
+  for operation in operations(plan, strict=lambda src: incoming[src].strict):
+    index = operation.index
+    instruction = plan.instructions[index]
+    if operation.recv is not None:
+      recv = plan.instructions[operation.recv]
+      waits_for = f'{instruction_text(recv)}, asked of actor {recv.src}'
+      ops.append(_Op(operation, _wait_recv(operation.recv, recv.slots), waits_for))
+    elif isinstance(instruction, Run):
       program = programs[instruction.executable]
-      ops.append(_Op(index, _run(instruction, program, block)))
+      overwrites = tuple(instruction.inputs[position] for position in program.donated)
+      ops.append(_Op(operation, _run(instruction, program, block), overwrites=overwrites))
     elif isinstance(instruction, Send):
       taken_over = frozenset(i for i, slot in enumerate(instruction.slots) if slot in donated_ever)
       do = _send(instruction, transport, largest[instruction.dst], taken_over)
       # A Send over a channel without capacity is also a wait, for the peer's Recv.
-      ops.append(_Op(index, do, f'actor {instruction.dst} to take {instruction_text(instruction)}'))
+      waits_for = f'actor {instruction.dst} to take {instruction_text(instruction)}'
+      ops.append(_Op(operation, do, waits_for))
     elif isinstance(instruction, Recv):
-      channel = transport.incoming(instruction.src)
       avals = tuple(plan.slots[slot] for slot in instruction.slots)
-      ops.append(_Op(index, _post(index, channel, avals, instruction.label)))
-      for slot in instruction.slots:
-        recv_of[slot] = index
-      if channel.strict or not instruction.slots:
-        wait_for_recv(index, index)
+      post = _post(index, incoming[instruction.src], avals, instruction.label)
+      ops.append(_Op(operation, post))
     else:
-      ops.append(_Op(index, _free(instruction.slots)))
-  for recv_index in sorted(set(recv_of.values())):
-    wait_for_recv(recv_index, recv_index)
+      ops.append(_Op(operation, _free(instruction.slots)))
   constants = tuple(
       (slot, devices.to_device(np.asarray(a), plan.slots[slot])) for slot, a in plan.constants
   )

@@ -92,12 +92,21 @@ class LocalRuntime(Driver):
     # The caller may change an array once `run` has returned, and the step may run later.
     number, freed, method, args = message
     if method == 'step':
-      handle, step, values, first = args
+      handle, step, values, *rest = args
       values = [value if isinstance(value, int) else value.copy() for value in values]
-      args = (handle, step, values, first)
+      args = (handle, step, values, *rest)
     elif method == 'put':
       args = ([(i, aval, start, data.copy()) for i, aval, start, data in args[0]],)
     self._queues[actor].put(((number, freed, method, args), done))
+
+  def _send_written(self, actor: int, ticket: int, done: Callable[[Any], None]) -> None:
+    threading.Thread(
+        target=lambda: done(self._actors[actor].written(ticket)), name='mpmd-written', daemon=True
+    ).start()
+
+  def record(self, handle: int, count_bytes: bool = False) -> None:
+    # The arrays of this process are those of all its actors, and its own.
+    super().record(handle, count_bytes=False)
 
   def _compile_progress(self, actor: int) -> tuple[int, int]:
     return self._actors[actor].compiled
@@ -112,6 +121,7 @@ def _work(actor: Actor, messages: queue.SimpleQueue, hub: LocalHub) -> None:
   while True:
     item = messages.get()
     if item is None:
+      actor.close()
       return
     message, done = item
     del item

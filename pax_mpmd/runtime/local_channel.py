@@ -136,6 +136,7 @@ class LocalTransport:
   """One actor's view of the hub."""
 
   def __init__(self, hub: LocalHub, actor: int):
+    self.spans = None  # stays empty: within a process there is nothing to write or to read
     self._hub = hub
     self._actor = actor
 
@@ -145,6 +146,9 @@ class LocalTransport:
 
   def incoming(self, src: int) -> LocalChannel:
     return self._hub.channel(src, self._actor)
+
+  def settle(self) -> None:
+    """Messages are there as soon as they are sent."""
 
   def close(self) -> None:
     self._hub.close()

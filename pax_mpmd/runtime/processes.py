@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import dataclasses
 import mmap
 import os
+import select
 import signal
 import time
 
@@ -38,6 +39,24 @@ class Process:
     """Whether it still runs or is stopped; one that only waits to be reaped is gone."""
     stat = _stat(self.pid)
     return stat is not None and stat[0] not in 'ZX' and stat[19] == self.start_time
+
+  def wait(self, interval_s: float) -> None:
+    """Returns as soon as it is gone, or within `interval_s` where the kernel can't tell at once."""
+    try:
+      fd = os.pidfd_open(self.pid)
+    except (AttributeError, OSError):
+      fd = None
+    if fd is not None:
+      try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        while self.alive():  # the descriptor may be of another process with its pid
+          if poll.poll(1000 * interval_s):
+            return
+      finally:
+        os.close(fd)
+    while self.alive():
+      time.sleep(interval_s)
 
   def command(self) -> str:
     """Its command line; empty if it is gone."""

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from typing import Any
 
 from pax_mpmd.runtime import versions
@@ -34,8 +33,7 @@ def host_id() -> str:
 
 
 def _end_with(driver: Process, companions: Sequence[Process]) -> None:
-  while driver.alive():
-    time.sleep(_ORPHAN_CHECK_S)
+  driver.wait(_ORPHAN_CHECK_S)  # at once, before Ray ends this process too
   for process in companions:
     process.kill()
   os.kill(os.getpid(), signal.SIGKILL)
@@ -96,6 +94,11 @@ class RayActor:
     """Handles one message of the driver; see `Actor.handle`."""
     assert self._actor is not None
     return self._actor.handle(number, freed, method, args)
+
+  def written(self, ticket: int) -> str:
+    """See `Actor.written`; waits in a thread of its own."""
+    assert self._actor is not None
+    return self._actor.written(ticket)
 
   def ping(self) -> dict[str, Any]:
     """Where this actor is; answered in a thread of its own while `call` runs."""

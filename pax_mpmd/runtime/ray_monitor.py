@@ -25,6 +25,7 @@ class Limits:
       at least ...
     stall_factor: ... and this many times the longest instruction seen so far.
     first_step_timeout_s: the same for the first step of a plan.
+    write_timeout_s: the same while a checkpoint is written, for which a step may have to wait.
   """
 
   ping_interval_s: float = 0.5
@@ -33,6 +34,7 @@ class Limits:
   stall_timeout_s: float = 8.0
   stall_factor: float = 20.0
   first_step_timeout_s: float = 300.0
+  write_timeout_s: float = 300.0
 
 
 class Watch:
@@ -67,13 +69,16 @@ class Watch:
     self._seen = ()
     self._changed = self._last_look = time.monotonic()
 
-  def look(self, loading: bool, stepping: bool, first_step: bool) -> Failure | None:
+  def look(
+      self, loading: bool, stepping: bool, first_step: bool, writing: bool = False
+  ) -> Failure | None:
     """Who is stuck, if anybody is.
 
     Args:
-      loading: a plan is being compiled.
+      loading: programs are being compiled, or a state is made.
       stepping: a step is under way.
       first_step: and it is the first of its plan.
+      writing: a checkpoint is being written.
     """
     now = time.monotonic()
     pause = now - self._last_look
@@ -93,7 +98,7 @@ class Watch:
             **place(self.replies[actor]),
         )
     seen = tuple(_mark(reply) for reply in self.replies)
-    if not stepping or seen != self._seen:
+    if not (stepping or writing) or seen != self._seen:
       self._seen = seen
       self._changed = now
       return None
@@ -104,6 +109,8 @@ class Watch:
     field = 'stall_timeout_s'
     if first_step:
       allowed, field = max(allowed, limits.first_step_timeout_s), 'first_step_timeout_s'
+    if writing and allowed < limits.write_timeout_s:
+      allowed, field = limits.write_timeout_s, 'write_timeout_s'
     if now - self._changed <= allowed:
       return None
     return _stalled(self.replies, now - self._changed, field)
@@ -119,12 +126,17 @@ def place(reply: dict[str, Any] | None) -> dict[str, Any]:
 def _mark(reply: dict[str, Any] | None) -> tuple:
   if reply is None:
     return ()
-  return (reply['step'], reply['index'], reply['steps'], reply['running'])
+  names = 'step', 'index', 'steps', 'running', 'written'
+  return tuple(reply[name] for name in names)
 
 
 def _stalled(replies: Sequence[dict[str, Any] | None], seconds: float, field: str) -> Failure:
   """Blames who works on an instruction of its own, before those who wait for others."""
   running = [(a, reply) for a, reply in enumerate(replies) if reply and reply['running']]
+  writing = [a for a, reply in enumerate(replies) if reply and reply['writing']]
+  if writing and not running:
+    message = f'it has been writing one array of a checkpoint for {seconds:.1f} s'
+    return Failure(FailureKind.STUCK, writing[0], f'{message} (RayRuntime.{field}).')
   if not running:
     actor = min(range(len(replies)), key=lambda a: (replies[a] or {}).get('steps', 0))
     message = f'it has not begun the step it was sent {seconds:.1f} s ago'

@@ -46,6 +46,7 @@ class RayRuntime(Driver):
     stall_timeout_s: a step that doesn't move for so long is stuck, or ...
     stall_factor: ... for so many times the longest instruction so far, whichever is more.
     first_step_timeout_s: the same for a plan's first step.
+    write_timeout_s: the same while a checkpoint is being written.
     log: told what is being waited for; by default the logger `pax_mpmd`, at level INFO.
   """
 
@@ -64,6 +65,7 @@ class RayRuntime(Driver):
       stall_timeout_s: float = 8.0,
       stall_factor: float = 20.0,
       first_step_timeout_s: float = 300.0,
+      write_timeout_s: float = 300.0,
       log: Callable[[str], None] | None = None,
   ):
     super().__init__(max_steps_in_flight)
@@ -74,6 +76,7 @@ class RayRuntime(Driver):
         stall_timeout_s=stall_timeout_s,
         stall_factor=stall_factor,
         first_step_timeout_s=first_step_timeout_s,
+        write_timeout_s=write_timeout_s,
     )
     positive = {**dataclasses.asdict(self._limits), 'start_timeout_s': start_timeout_s}
     if threads_per_actor is not None:
@@ -139,6 +142,11 @@ class RayRuntime(Driver):
     ref = self._session.handles[actor].call.remote(*message)
     ref.future().add_done_callback(lambda future: done(_result(actor, future)))
 
+  def _send_written(self, actor: int, ticket: int, done: Callable[[Any], None]) -> None:
+    handle = self._session.handles[actor]
+    ref = handle.written.options(concurrency_group='writing').remote(ticket)
+    ref.future().add_done_callback(lambda future: done(_result(actor, future)))
+
   def _compile_progress(self, actor: int) -> tuple[int, int]:
     reply = self._watch.replies[actor]
     return reply['compiled'] if reply else (0, 0)
@@ -164,7 +172,7 @@ class RayRuntime(Driver):
 
   def _look(self) -> None:
     """One round of the monitor."""
-    methods = self._waiting_methods()
+    methods = self._calls.methods()
     watch = self._watch
     if not methods:
       watch.reset()
@@ -173,9 +181,12 @@ class RayRuntime(Driver):
       if watch.asks(actor):
         future = handle.ping.options(concurrency_group='control').remote().future()
         future.add_done_callback(_ping_answer(watch, actor))
-    failure = watch.look('load' in methods, 'step' in methods, self._is_first_step())
+    loading = not methods.isdisjoint(('load', 'prepare', 'make'))
+    failure = watch.look(
+        loading, 'step' in methods, self._is_first_step(), 'written' in methods
+    )
     if failure is not None:
-      self._report(failure)
+      self._calls.report(failure)
 
 
 def _ping_answer(watch: Watch, actor: int) -> Callable[[Any], None]:
@@ -194,7 +205,9 @@ def _result(actor: int, future: Any) -> Any:
   from ray import exceptions
 
   if isinstance(error, exceptions.RayActorError):
-    return Failure(FailureKind.DEATH, actor, 'its process died.', traceback=str(error))
+    # Ray lists whatever can be the cause of any death; it goes to the log only.
+    logging.getLogger('pax_mpmd').debug('actor %d: %s', actor, error)
+    return Failure(FailureKind.DEATH, actor, 'its process died.')
   return Failure(
       FailureKind.EXCEPTION, actor, f'{type(error).__name__}.', traceback=str(error)
   )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import functools
 import logging
 import math
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
 from typing import Any
+from unittest import mock
 import uuid
 import warnings
 
@@ -19,6 +23,7 @@ import jax
 import pax_mpmd
 from pax_mpmd.errors import ActorError
 from pax_mpmd.errors import ConfigError
+from pax_mpmd.runtime import ray_join
 from pax_mpmd.runtime import versions
 from pax_mpmd.runtime.processes import descendants
 from pax_mpmd.runtime.processes import end_all
@@ -71,6 +76,45 @@ def worker_environment(
   env['OMP_NUM_THREADS'] = str(threads)
   env.update({name: str(value) for name, value in (actor_env or {}).items()})
   return env
+
+
+@contextlib.contextmanager
+def _own_handlers() -> Iterator[None]:
+  """Keeps handlers of signals that the program has installed; Ray would put its own over them."""
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  from ray._private import utils
+
+  old = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+  old = {n: h for n, h in old.items() if callable(h) and h is not signal.default_int_handler}
+  keeps = signal.SIGTERM in old
+  none = mock.patch.object(utils, 'set_sigterm_handler', lambda handler: None)
+  try:
+    with none if keeps else contextlib.nullcontext():
+      yield
+  finally:
+    for number, handler in old.items():
+      signal.signal(number, handler)  # once more, since Ray also does it outside of Python
+
+
+def _keep_deaths_quiet() -> None:
+  """Keeps Ray from printing that a worker died: the run's own error says so, and where it was."""
+  from ray._private import worker
+
+  show = getattr(worker, 'print_to_stdstream', None)
+  if show is None or hasattr(show, '__wrapped__'):
+    return
+
+  @functools.wraps(show)
+  def show_others(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    lines = data.get('lines') or ()
+    if data.get('pid') == 'raylet' and any('worker died or was killed' in x for x in lines):
+      logging.getLogger('pax_mpmd').debug('%s', lines)
+    else:
+      show(data, *args, **kwargs)
+
+  worker.print_to_stdstream = show_others
 
 
 class RaySession:
@@ -142,12 +186,13 @@ class RaySession:
         'logging_level': logging.ERROR,
         'configure_logging': False,
     }
-    with warnings.catch_warnings():
+    with _own_handlers(), warnings.catch_warnings():
       # JAX warns of every fork; Ray's processes exec at once, so it does no harm.
       warnings.filterwarnings('ignore', r'os\.fork\(\) was called', RuntimeWarning)
       if address and address != 'local':
         self._log(f'Joining Ray at {address}')
-        ray.init(address=address, **quiet)
+        source = 'RayRuntime.address' if self._address else 'The environment variable RAY_ADDRESS'
+        ray_join.join(address, source, **quiet)
       else:
         self._log('Starting Ray on this host')
         ray.init(
@@ -163,6 +208,7 @@ class RaySession:
             _system_config={'worker_niceness': 0},
             **quiet,
         )
+    _keep_deaths_quiet()
     _num_users = 1
     self._owns_ray = True
 
@@ -172,8 +218,10 @@ class RaySession:
 
     self._log(f'Starting {num_actors} actors')
     here = ray.get_runtime_context().get_node_id()
+    self._check_resources(here, num_actors)
     # Two threads for control: a ping must be answered while a step runs in the default group's one.
-    remote_class = ray.remote(concurrency_groups={'control': 2})(RayActor)
+    groups = {'control': 2, 'writing': 1}  # waiting for a checkpoint must not stop pings either
+    remote_class = ray.remote(concurrency_groups=groups)(RayActor)
     driver = Process.running(os.getpid())
     # Of a Ray that is ours, what remains when this process is killed and takes the rest along.
     raylet_children = 'ray/dashboard/agent.py', 'ray/_private/runtime_env/agent/main.py'
@@ -217,6 +265,18 @@ class RaySession:
       process = Process.running(reply['pid'])
       self.processes.append(process)
       self.progress.append(process.map_shared(reply['progress_fd']))
+
+  def _check_resources(self, node: str, num_actors: int) -> None:
+    """Refuses what the host can never give; for what is only in use, starting waits."""
+    import ray
+
+    (resources,) = [n['Resources'] for n in ray.nodes() if n['NodeID'] == node] or [{}]
+    for name, each in (('CPU', self._num_cpus), ('GPU', self._num_gpus)):
+      if num_actors * each > resources.get(name, 0):
+        raise self._no_room(
+            f'{num_actors} actors need {num_actors * each:g} {name}s of this host, and its Ray has'
+            f' {resources.get(name, 0):g}'
+        )
 
   def _no_room(self, what: str) -> ConfigError:
     import ray

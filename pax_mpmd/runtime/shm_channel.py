@@ -24,7 +24,9 @@ import numpy as np
 from pax_mpmd.compile.program import Aval
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.channels import ChannelClosed
+from pax_mpmd.runtime.channels import Spans
 from pax_mpmd.runtime.devices import ActorDevices
+from pax_mpmd.runtime.messages import flat_bytes
 from pax_mpmd.runtime.shm_ring import create_ring
 from pax_mpmd.runtime.shm_ring import RingClosed
 from pax_mpmd.runtime.shm_ring import RingReader
@@ -43,6 +45,7 @@ _MAX_RING = 128 << 20
 # waking another thread would cost more than the copy.
 _INLINE_BYTES = 512 << 10
 _HANDSHAKE_TIMEOUT_S = 60.0
+_SETTLE_S = 0.0005
 
 
 def _mac(secret: bytes, role: bytes, *parts: bytes) -> bytes:
@@ -59,15 +62,11 @@ def _recv_exact(sock: socket.socket, nbytes: int) -> bytes:
   return data
 
 
-def _bytes_of(array: np.ndarray) -> np.ndarray:
-  """The array's bytes as uint8[n]; no copy if it is contiguous. Works for bfloat16 too."""
-  return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
 class ShmOutgoing:
   """The sending end. `send` is called by one thread only."""
 
-  def __init__(self, ring: RingWriter, src: int, dst: int, inline: bool):
+  def __init__(self, transport: ShmTransport, ring: RingWriter, src: int, dst: int, inline: bool):
+    self._transport = transport
     self._ring = ring
     self._dst = dst
     self._name = f'{src} -> {dst}'
@@ -104,6 +103,11 @@ class ShmOutgoing:
         )
       raise self._error
 
+  def settle(self) -> None:
+    """Waits until everything that was sent has been written, or can't be."""
+    while self._num_done < self._num_queued and self._error is None:
+      time.sleep(_SETTLE_S)
+
   def close(self) -> None:
     self._ring.shutdown()
     self._queue.put(None)
@@ -130,8 +134,9 @@ class ShmOutgoing:
   def _write(self, arrays: Sequence[xla.Array | np.ndarray], label: str) -> None:
     if self._error is not None:
       return
+    start = time.monotonic()
     try:
-      parts = [_bytes_of(np.asarray(array)) for array in arrays]
+      parts = [flat_bytes(np.asarray(array)) for array in arrays]
       nbytes = sum(part.size for part in parts)
       header = _HEADER.pack(_MAGIC, self._sequence & 0xFFFFFFFF, zlib.crc32(label.encode()), nbytes)
       self._sequence += 1
@@ -139,6 +144,7 @@ class ShmOutgoing:
       for part in parts:
         self._ring.write(part)
       self._ring.flush()
+      _note(self._transport.spans, 'sent', self._dst, start)
     except Exception as error:  # handed to the caller's thread by check()
       self._error = error
 
@@ -148,7 +154,10 @@ class ShmIncoming:
 
   strict = False
 
-  def __init__(self, ring: RingReader, src: int, dst: int, devices: ActorDevices):
+  def __init__(
+      self, transport: ShmTransport, ring: RingReader, src: int, dst: int, devices: ActorDevices
+  ):
+    self._transport = transport
     self._ring = ring
     self._src = src
     self._name = f'{src} -> {dst}'
@@ -178,6 +187,7 @@ class ShmIncoming:
     try:
       header = np.empty(_HEADER.size, np.uint8)
       self._ring.read_into(header)
+      start = time.monotonic()
       found = _HEADER.unpack(header.tobytes())
       nbytes = sum(aval.nbytes for aval in avals)
       expected = (_MAGIC, self._num_read & 0xFFFFFFFF, zlib.crc32(label.encode()), nbytes)
@@ -188,13 +198,19 @@ class ShmIncoming:
       arrays = []
       for aval in avals:
         memory = xla.empty_aligned(aval.shape, aval.numpy_dtype)
-        self._ring.read_into(_bytes_of(memory))
+        self._ring.read_into(flat_bytes(memory))
         arrays.append(self._devices.adopt(memory, aval))
+      _note(self._transport.spans, 'received', self._src, start)
       return arrays
     except RingClosed as error:
       raise ChannelClosed(
           self._src, f'actor {self._src} closed the channel {self._name} ({error})'
       ) from error
+
+
+def _note(spans: Spans | None, what: str, peer: int, start: float) -> None:
+  if spans is not None:
+    spans.setdefault((what, peer), []).append((start, time.monotonic()))
 
 
 class _RecvTicket:
@@ -221,6 +237,7 @@ class ShmTransport:
   """
 
   def __init__(self, run_id: str, actor: int, secret: bytes, devices: ActorDevices):
+    self.spans: Spans | None = None
     self._run_id = run_id
     self._actor = actor
     self._secret = secret
@@ -248,7 +265,7 @@ class ShmTransport:
       except OSError as error:
         raise ChannelClosed(dst, f'actor {dst} can not be reached: {error}') from error
       inline = self._devices.is_cpu
-      self._outgoing[dst] = ShmOutgoing(ring, self._actor, dst, inline)
+      self._outgoing[dst] = ShmOutgoing(self, ring, self._actor, dst, inline)
     return self._outgoing[dst]
 
   def incoming(self, src: int) -> ShmIncoming:
@@ -258,6 +275,10 @@ class ShmTransport:
         if self._closed or not self._condition.wait(max(0.0, deadline - time.monotonic())):
           raise ChannelClosed(src, f'actor {src} did not open its channel to {self._actor}')
       return self._incoming[src]
+
+  def settle(self) -> None:
+    for channel in self._outgoing.values():
+      channel.settle()
 
   def close(self) -> None:
     with self._condition:
@@ -317,7 +338,7 @@ class ShmTransport:
     except (OSError, struct.error):
       sock.close()
       return
-    channel = ShmIncoming(RingReader(sock, fds[0]), src, dst, self._devices)
+    channel = ShmIncoming(self, RingReader(sock, fds[0]), src, dst, self._devices)
     with self._condition:
       self._incoming[src] = channel
       closed = self._closed

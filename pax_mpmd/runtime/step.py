@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 from typing import Any
 
 import jax
@@ -22,9 +23,12 @@ from pax_mpmd.compile.trace import trace_step
 from pax_mpmd.errors import ConfigError
 from pax_mpmd.errors import shown
 from pax_mpmd.plan.instructions import Plan
+from pax_mpmd.runtime import arguments
 from pax_mpmd.runtime.arrays import MpmdArray
 from pax_mpmd.runtime.base import Runtime
 from pax_mpmd.runtime.buffers import Buffer
+from pax_mpmd.runtime.deferred import DeferredArray
+from pax_mpmd.runtime.tracing import StepTracer
 from pax_mpmd.schedules import Phase
 from pax_mpmd.schedules import Schedule
 from pax_mpmd.schedules.validate import checked_tasks
@@ -60,6 +64,8 @@ def mpmd_jit(
     mesh: jax.sharding.Mesh | None = None,
     in_shardings: Any = None,
     on_progress: Callable[[str, int, int], None] | None = None,
+    trace_steps: int = 0,
+    trace_dir: str | os.PathLike = 'mpmd_trace',
 ) -> MpmdFunction:
   """Compiles `step` to run on pipeline actors.
 
@@ -80,6 +86,10 @@ def mpmd_jit(
       a result replaces in the next step keeps its sharding.
     on_progress: called with (what is being done, how many are done, how many there are) while a
       step is traced, planned and compiled.
+    trace_steps: how many steps to show in a trace: from the third call on, as the first is slow and
+      the second counts bytes. 0: none.
+    trace_dir: the folder where it is written, in the background: STEP.json for ui.perfetto.dev,
+      STEP.svg and STEP.txt, where STEP is the step's name.
 
   Returns:
     A function of the same arguments. Its array results are `MpmdArray`s, whose data stays on the
@@ -87,18 +97,28 @@ def mpmd_jit(
 
   Raises:
     ConfigError: `schedule` isn't a Schedule, or `donate_argnums` isn't made of positions, or
-      `in_shardings` is given without `mesh`. When called: an argument isn't an array of numbers,
-      or `in_shardings` doesn't fit the arguments.
+      `in_shardings` is given without `mesh`, or `trace_steps` isn't a number. When
+      called: an argument isn't an array of numbers, or `in_shardings` doesn't fit the arguments.
     ScheduleError: when called: the schedule isn't valid for the number of microbatches.
     PartitionError: when called: the step can't be cut.
   """
-  return MpmdFunction(step, schedule, runtime, donate_argnums, mesh, in_shardings, on_progress)
+  if isinstance(trace_steps, bool) or not isinstance(trace_steps, int) or trace_steps < 0:
+    raise ConfigError(
+        f'mpmd_jit: trace_steps={shown(trace_steps)} must be a number of steps, or 0 for no trace.'
+    )
+  return MpmdFunction(
+      step, schedule, runtime, donate_argnums, mesh, in_shardings, on_progress,
+      trace_steps, os.fspath(trace_dir),
+  )
 
 
 class MpmdFunction:
   """What `mpmd_jit` returns."""
 
-  def __init__(self, step, schedule, runtime, donate_argnums, mesh, in_shardings, on_progress):
+  def __init__(
+      self, step, schedule, runtime, donate_argnums, mesh, in_shardings, on_progress,
+      trace_steps, trace_dir,
+  ):
     if not isinstance(schedule, Schedule):
       raise ConfigError(
           f'mpmd_jit: schedule={shown(schedule)} is a {type(schedule).__name__}; it must be a'
@@ -138,10 +158,13 @@ class MpmdFunction:
     self._on_progress = on_progress or (lambda what, done, total: None)
     self._planned: dict[Any, PlannedStep] = {}
     self._handles: dict[Any, int] = {}
+    self._trace_steps = trace_steps
+    self._trace_dir = trace_dir
+    self._tracers: dict[Any, StepTracer] = {}
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    leaves, in_tree, avals = _flatten(args, kwargs)
-    key = _key(in_tree, avals)
+    leaves, in_tree, avals = arguments.flatten(args, kwargs)
+    key = arguments.key(in_tree, avals)
     planned = self._plan(key, in_tree, avals)
     self._runtime.start(len(planned.plan.actors), self._num_devices)
     handle = self._handles.get(key)
@@ -150,10 +173,19 @@ class MpmdFunction:
           planned.plan, functools.partial(self._on_progress, 'compiling programs')
       )
       self._handles[key] = handle
+      if self._trace_steps:
+        self._tracers[key] = self._tracer(planned)
     donated = self._donated(args, kwargs)
     inputs = _scatter(planned, _unshared(leaves, donated), self._runtime)
-    outputs = self._runtime.run(handle, inputs)
-    del inputs
+    given_up = [
+        buffer
+        for leaf, is_donated in zip(leaves, donated)
+        if is_donated and isinstance(leaf, MpmdArray) and leaf.runtime is self._runtime
+        for _, _, buffers in leaf.pieces
+        for buffer in buffers
+    ]
+    outputs = self._tracers.get(key, self._runtime).run(handle, inputs, given_up)
+    del inputs, given_up
     for leaf, given_up in zip(leaves, donated):
       if given_up and isinstance(leaf, MpmdArray):
         leaf.delete()
@@ -161,13 +193,54 @@ class MpmdFunction:
         planned.out_tree, _gather(planned, outputs, self._runtime)
     )
 
+  def _tracer(self, planned: PlannedStep) -> StepTracer:
+    name = getattr(self._step, '__name__', 'step')
+    if self._tracers:  # for arguments of other shapes
+      name = f'{name}-{len(self._tracers) + 1}'
+    return StepTracer(planned.plan, self._runtime, self._trace_steps, self._trace_dir, name)
+
   def plan(self, *args: Any, **kwargs: Any) -> PlannedStep:
     """Compiles and plans for arguments of these shapes, and starts nothing.
 
     The arguments may be arrays or `jax.ShapeDtypeStruct`s.
     """
-    _, in_tree, avals = _flatten(args, kwargs)
-    return self._plan(_key(in_tree, avals), in_tree, avals)
+    _, in_tree, avals = arguments.flatten(args, kwargs)
+    return self._plan(arguments.key(in_tree, avals), in_tree, avals)
+
+  def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Moves arguments to the actors that need them, without running the step.
+
+    Args:
+      *args: arguments as for a call; those that are `jax.ShapeDtypeStruct`s stay as they are.
+      **kwargs: the same.
+
+    Returns:
+      `args` with their arrays as `MpmdArray`s, so that a call with them moves nothing. An array
+      that no actor needs stays as it is.
+    """
+    leaves, in_tree, avals = arguments.flatten(args, kwargs)
+    planned = self._plan(arguments.key(in_tree, avals), in_tree, avals)
+    self._runtime.start(len(planned.plan.actors), self._num_devices)
+    absent = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+    values = _scatter(planned, leaves, self._runtime, absent)
+    held: dict[tuple[int, int], list[Buffer]] = {}
+    for plan, mine in zip(planned.plan.actors, values):
+      hosts = [i for i, x in enumerate(mine) if x is not None and not isinstance(x, Buffer)]
+      buffers = self._runtime.put(plan.actor, [mine[i] for i in hosts])
+      for i, buffer in zip(hosts, buffers):
+        mine[i] = buffer
+      for key, value in zip(plan.input_values, mine):
+        if value is not None:
+          held.setdefault(key, []).append(value)
+    placed = list(leaves)
+    for position, leaf in enumerate(planned.program.inputs):
+      pieces = [
+          (piece.start, planned.program.values[piece.value].shape, held.get((position, k), ()))
+          for k, piece in enumerate(leaf.pieces)
+      ]
+      if pieces and all(buffers for _, _, buffers in pieces):
+        placed[position] = MpmdArray(leaf.aval, pieces, self._runtime)
+    return jax.tree_util.tree_unflatten(in_tree, placed)[0]
 
   def _plan(self, key: Any, in_tree: Any, avals: Sequence[Any]) -> PlannedStep:
     planned = self._planned.get(key)
@@ -176,7 +249,7 @@ class MpmdFunction:
     self._on_progress('tracing the step', 0, 1)
     args, kwargs = jax.tree_util.tree_unflatten(in_tree, list(avals))
     donated = self._donated(args, kwargs)
-    in_specs = _partition_specs(self._in_shardings, args, kwargs, self._mesh)
+    in_specs = arguments.partition_specs(self._in_shardings, args, kwargs, self._mesh)
     traced = trace_step(self._step, in_tree, avals, donated, self._mesh)
     self._on_progress('planning', 0, 1)
     # First, so that a broken schedule isn't reported as a step that doesn't fit it. A step without
@@ -194,7 +267,7 @@ class MpmdFunction:
         num_actors=self._schedule.num_actors,
         in_names=names,
         donated=donated,
-        next_value_of=_next_values(args, traced),
+        next_value_of=arguments.next_values(args, traced),
         split_stages=split_stages,
         mesh=self._mesh,
         in_specs=in_specs,
@@ -221,143 +294,6 @@ class MpmdFunction:
     return flags + [False] * len(jax.tree_util.tree_leaves(kwargs))
 
 
-def _partition_specs(
-    in_shardings: Any, args: Sequence[Any], kwargs: Any, mesh: jax.sharding.Mesh | None
-) -> list[Any]:
-  """Per flat argument its PartitionSpec, or None; checked against the mesh."""
-  specs: list[Any] = []
-  if in_shardings is None:
-    in_shardings = (None,) * len(args)
-  if not isinstance(in_shardings, (tuple, list)) or len(in_shardings) != len(args):
-    raise ConfigError(
-        f'mpmd_jit: in_shardings={shown(in_shardings)} must be a tuple with one entry for each of'
-        f' the {len(args)} positional arguments.'
-    )
-
-  def is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, (jax.sharding.PartitionSpec, jax.sharding.NamedSharding))
-
-  def spread(spec: Any, part: Any) -> None:
-    if not is_spec(spec):
-      raise ConfigError(
-          f'mpmd_jit: in_shardings has {shown(spec)}; its leaves must be PartitionSpecs,'
-          ' NamedShardings or None.'
-      )
-    if mesh is not None and isinstance(spec, jax.sharding.NamedSharding):
-      if mesh_sizes(spec.mesh) != mesh_sizes(mesh):
-        raise ConfigError(
-            f'mpmd_jit: in_shardings has {shown(spec)}, on a mesh of {mesh_sizes(spec.mesh)};'
-            f' the argument `mesh` has {mesh_sizes(mesh)}. Use that mesh, or PartitionSpecs.'
-        )
-    spec = getattr(spec, 'spec', spec)
-    leaves = jax.tree_util.tree_leaves(part)
-    if mesh is not None and spec is not None:
-      _check_spec(spec, leaves, mesh)
-    specs.extend([spec] * len(leaves))
-
-  for i, (sharding, arg) in enumerate(zip(in_shardings, args)):
-    try:
-      jax.tree_util.tree_map(spread, sharding, arg, is_leaf=is_spec)
-    except ValueError as error:
-      raise ConfigError(
-          f'mpmd_jit: in_shardings[{i}] is not a prefix of the tree of argument {i}: {error}'
-      ) from error
-  return specs + [None] * len(jax.tree_util.tree_leaves(kwargs))
-
-
-def _check_spec(spec: Any, leaves: Sequence[Any], mesh: jax.sharding.Mesh) -> None:
-  axes = [
-      axis
-      for entry in spec
-      for axis in (entry if isinstance(entry, (tuple, list)) else (entry,))
-      if axis is not None
-  ]
-  unknown = [axis for axis in axes if axis not in mesh.axis_names]
-  rank = min((np.ndim(leaf) for leaf in leaves), default=len(spec))
-  what = ''
-  if unknown:
-    what = f'{unknown[0]!r} is no axis of the mesh, whose axes are {tuple(mesh.axis_names)}'
-  elif len(set(axes)) < len(axes):
-    what = 'an axis stands in it twice'
-  elif len(spec) > rank:
-    what = f'it has {len(spec)} entries for an array of {rank} dimensions'
-  if what:
-    raise ConfigError(f'mpmd_jit: in_shardings has {spec}: {what}.')
-
-
-def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, list[jax.ShapeDtypeStruct]]:
-  leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
-  arrays, avals = [], []
-  for position, leaf in enumerate(leaves):
-    if not hasattr(leaf, 'shape') or not hasattr(leaf, 'dtype'):
-      leaf = np.asarray(leaf)
-    problem = _problem(leaf)
-    if problem:
-      path = jax.tree_util.tree_flatten_with_path((args, kwargs))[0][position][0]
-      raise ConfigError(
-          f'mpmd_jit: argument {jax.tree_util.keystr(path)} of the step (of (args, kwargs)) is'
-          f' {_described(leaves[position])}, {problem}'
-      )
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    arrays.append(leaf)
-    avals.append(jax.ShapeDtypeStruct(tuple(leaf.shape), dtype))
-  return arrays, in_tree, avals
-
-
-def _described(value: Any) -> str:
-  """An argument, for messages: arrays by shape and dtype."""
-  if hasattr(value, 'shape') and hasattr(value, 'dtype'):
-    return f'{value.dtype}{list(value.shape)}'
-  return shown(value)
-
-
-def _problem(array: Any) -> str:
-  """What is wrong with an argument, or nothing."""
-  if isinstance(array, jax.core.Tracer):
-    return (
-        'a traced array: the function is called inside jax.jit, jax.grad, jax.vmap or the like. It'
-        ' runs on other processes or threads and compiles the step by itself, so call it as it is,'
-        ' and put what you would wrap around it into the step.'
-    )
-  if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
-    return (
-        'typed random keys, which can be used within a step but not be passed in or out. Pass'
-        ' jax.random.key_data(key), and in the step use jax.random.wrap_key_data(data).'
-    )
-  if array.dtype == object or array.dtype.kind in 'USMm':
-    return (
-        'not an array of numbers or booleans. Let the step close over it, for example by'
-        ' functools.partial, if it is the same in every call.'
-    )
-  return ''
-
-
-def _key(in_tree: Any, avals: Sequence[Any]) -> Any:
-  return in_tree, tuple((a.shape, str(a.dtype)) for a in avals)
-
-
-def _next_values(args: Sequence[Any], traced: Any) -> dict[int, int]:
-  """Pairs results with the arguments they replace: equal trees of equal arrays, in order."""
-  out_avals = [(tuple(v.aval.shape), v.aval.dtype) for v in traced.jaxpr.outvars]
-  outs = jax.tree_util.tree_unflatten(traced.out_tree, list(range(len(out_avals))))
-  candidates = [outs, *outs] if isinstance(outs, (tuple, list)) else [outs]
-  pairs: dict[int, int] = {}
-  position = 0
-  for arg in args:
-    arg_leaves, arg_tree = jax.tree_util.tree_flatten(arg)
-    for candidate in candidates:
-      out_leaves, out_tree = jax.tree_util.tree_flatten(candidate)
-      if out_tree != arg_tree or not out_leaves or out_leaves[0] in pairs:
-        continue
-      if all(
-          out_avals[o] == (tuple(a.shape), a.dtype) for o, a in zip(out_leaves, arg_leaves)
-      ):
-        pairs.update((o, position + k) for k, o in enumerate(out_leaves))
-        break
-    position += len(arg_leaves)
-  return pairs
-
-
 def _unshared(leaves: Sequence[Any], donated: Sequence[bool]) -> list[Any]:
   """The arguments, where one that is given up is read by nobody else.
 
@@ -377,30 +313,52 @@ def _unshared(leaves: Sequence[Any], donated: Sequence[bool]) -> list[Any]:
 
 
 def _scatter(
-    planned: PlannedStep, leaves: Sequence[Any], runtime: Runtime
-) -> list[list[np.ndarray | Buffer]]:
-  """Per actor the values of its plan's inputs: buffers that are there, else host arrays."""
-  hosts: dict[int, np.ndarray] = {}
+    planned: PlannedStep,
+    leaves: Sequence[Any],
+    runtime: Runtime,
+    absent: Sequence[bool] | None = None,
+) -> list[list[Any]]:
+  """Per actor the values of its plan's inputs: buffers that are there, else host arrays.
 
-  def value(position: int, piece: int, actor: int) -> np.ndarray | Buffer:
+  What is deferred is made. For an argument that is `absent` there is None.
+  """
+  hosts: dict[int, np.ndarray] = {}
+  wanted: list[list[Any]] = [[] for _ in planned.plan.actors]
+
+  def value(position: int, piece: int, actor: int, slot: int) -> Any:
     leaf = planned.program.inputs[position]
     array = leaves[position]
     start = leaf.pieces[piece].start
     shape = planned.program.values[leaf.pieces[piece].value].shape
+    if absent is not None and absent[position]:
+      return None
     if isinstance(array, MpmdArray) and array.runtime is runtime:
       buffer = array.buffer_on(actor, start, shape)
       if buffer is not None:
         return buffer
       if position not in hosts:
         _log.info('argument %s is fetched: actor %d needs another part of it', leaf.name, actor)
+    if isinstance(array, DeferredArray) and array.dtype == leaf.aval.numpy_dtype:
+      wanted[actor].append((planned.plan.actors[actor].slots[slot], array.piece(start, shape)))
+      return _TO_MAKE
     if position not in hosts:
       hosts[position] = _host(array, leaf)
     return hosts[position][tuple(slice(a, a + n) for a, n in zip(start, shape))]
 
-  return [
-      [value(position, piece, plan.actor) for position, piece in plan.input_values]
+  values = [
+      [value(*key, plan.actor, slot) for key, slot in zip(plan.input_values, plan.inputs)]
       for plan in planned.plan.actors
   ]
+  if any(wanted):
+    made = [iter(buffers) for buffers in runtime.make(wanted)]
+    values = [
+        [next(made[actor]) if x is _TO_MAKE else x for x in mine]
+        for actor, mine in enumerate(values)
+    ]
+  return values
+
+
+_TO_MAKE = object()
 
 
 def _host(array: Any, leaf: Leaf) -> np.ndarray:

@@ -132,6 +132,17 @@ def register_array_type(cls: type) -> None:
   )
 
 
+def live_bytes(devices: Sequence[Device]) -> int:
+  """Bytes of all arrays of this process on these devices."""
+  wanted = set(devices)
+  return sum(
+      array.nbytes // max(1, len(array.devices()))
+      for array in devices[0].client.live_arrays()
+      for device in array.devices()
+      if device in wanted
+  )
+
+
 def block(array: Array) -> None:
   """Waits until the array is computed; raises what its computation raised."""
   array.block_until_ready()

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from pax_mpmd import plan as planning
-from pax_mpmd.runtime import step as stepping
+from pax_mpmd.runtime import arguments
 from pax_mpmd.runtime.step import MpmdFunction
 from pax_mpmd.runtime.step import PlannedStep
 
@@ -23,6 +23,6 @@ def with_program(fn: MpmdFunction, planned: PlannedStep, args: tuple[Any, ...]) 
   planning.verify_values(plan, planned.program, schedule)
   assert tuple(planned.program.placement) == tuple(schedule.placement())
 
-  _, in_tree, avals = stepping._flatten(args, {})
-  fn._planned[stepping._key(in_tree, avals)] = dataclasses.replace(planned, plan=plan)
+  _, in_tree, avals = arguments.flatten(args, {})
+  fn._planned[arguments.key(in_tree, avals)] = dataclasses.replace(planned, plan=plan)
   return fn

@@ -22,6 +22,7 @@ from pax_mpmd import errors
 from pax_mpmd import main
 from pax_mpmd import schedules
 from pax_mpmd.pax import backend
+from pax_mpmd.pax import experiments
 from pax_mpmd.pax import launch
 from pax_mpmd.pax import microbatches
 from pax_mpmd.pax import mixin
@@ -57,9 +58,9 @@ def test_an_unknown_experiment_lists_similar_names():
   """A typing error in --exp gets the names that are close to it."""
   experiment_registry.register(tiny.TinyCircular, allow_overwrite=True)
   with pytest.raises(errors.ConfigError, match=r'tiny\.TinyCircular'):
-    launch.find_experiment('tests.pax.tiny.TinyCircula')
+    experiments.find_experiment('tests.pax.tiny.TinyCircula')
   with pytest.raises(errors.ConfigError, match='no registered experiment'):
-    launch.find_experiment('no_such_module.Experiment')
+    experiments.find_experiment('no_such_module.Experiment')
 
 
 def test_an_experiment_module_with_a_broken_import_shows_that(tmp_path, monkeypatch):
@@ -67,28 +68,28 @@ def test_an_experiment_module_with_a_broken_import_shows_that(tmp_path, monkeypa
   (tmp_path / 'broken_experiments.py').write_text('import module_that_is_not_there\n')
   monkeypatch.syspath_prepend(str(tmp_path))
   with pytest.raises(ModuleNotFoundError, match='module_that_is_not_there'):
-    launch.find_experiment('broken_experiments.Lm')
+    experiments.find_experiment('broken_experiments.Lm')
 
 
 def test_mixing_in():
   """The class keeps its name and fields, gets the flags' values, and the mixin comes first."""
-  mixed = launch.mpmd_experiment(tiny.TinyLm, schedule='gpipe', num_actors=4, runtime='local')
+  mixed = experiments.mpmd_experiment(tiny.TinyLm, schedule='gpipe', num_actors=4, runtime='local')
   assert (mixed.__name__, mixed.__module__) == ('TinyLm', tiny.TinyLm.__module__)
   assert mixed.__mro__[1] is mixin.MpmdPipelineMixin
   assert (mixed.SCHEDULE, mixed.NUM_ACTORS, mixed.RUNTIME) == ('gpipe', 4, 'local')
-  again = launch.mpmd_experiment(mixed, schedule='1f1b')
+  again = experiments.mpmd_experiment(mixed, schedule='1f1b')
   assert (again.SCHEDULE, again.RUNTIME) == ('1f1b', 'local')
   assert again.__mro__.count(mixin.MpmdPipelineMixin) == 1
 
 
 def test_numbers_for_an_experiment_that_leaves_them_open():
   """--mpmd_num_stages and --mpmd_num_microbatches fill what is None and override nothing."""
-  mixed = launch.mpmd_experiment(Unset, num_stages=4, num_microbatches=2)
+  mixed = experiments.mpmd_experiment(Unset, num_stages=4, num_microbatches=2)
   pipeline = mixed().mpmd_pipeline()
   assert (pipeline.num_ranks, pipeline.circular_repeat, pipeline.num_devices) == (4, 1, 4)
   assert pipeline.microbatching == microbatches.Microbatching(num_microbatches=2)
   with pytest.raises(errors.ConfigError, match=r'--mpmd_num_stages=2.*NUM_STAGES=4'):
-    launch.mpmd_experiment(tiny.TinyLm, num_stages=2)
+    experiments.mpmd_experiment(tiny.TinyLm, num_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_flags_of_pax_that_are_refused(flag: str, words: str, command_line):
   command_line(flag)
   with pytest.raises(errors.ConfigError, match=words):
     pax_flags.check()
-  experiment = launch.mpmd_experiment(tiny.TinyLm, runtime='local')()
+  experiment = experiments.mpmd_experiment(tiny.TinyLm, runtime='local')()
   with pytest.raises(errors.ConfigError, match=words):
     experiment.partitioner()
 

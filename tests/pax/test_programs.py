@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import numbers
+import time
 import types
 
 from clu import metrics as clu_metrics
@@ -11,6 +12,8 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 from paxml import metric_utils
+from paxml import programs as programs_of_pax
+from paxml import summary_utils
 
 import pax_mpmd
 from pax_mpmd import schedules
@@ -75,6 +78,55 @@ def test_a_stop_request_ends_training_before_the_next_step():
   assert not train.should_run(None, 1)
 
 
+def test_summaries_can_be_waited_for(tmp_path):
+  """They are on disk then, although Pax fetches and writes them in the background."""
+
+  class Slow:
+    shape, dtype = (), np.dtype(np.float32)
+
+    def __array__(self, dtype=None, copy=None):
+      time.sleep(0.3)  # the step is still running
+      return np.float32(7)
+
+  train, _, _ = _programs(io.StringIO())
+  train.finish_summaries()  # a program without any
+  with summary_utils.get_summary_writer(tmp_path) as writer:
+    handler = summary_utils.SummaryHandler(writer, 1, is_async=True)
+    train._inner._train_summary_handler = handler
+    handler.process(1, Slow(), None, {})
+    train.finish_summaries()
+    (file,) = tmp_path.iterdir()
+    assert b'loss' in file.read_bytes()
+    handler.close()
+
+
+def test_a_stop_request_leaves_an_evaluation_between_two_batches():
+  """What was computed of it is thrown away: no loss, no metrics. One that has to be is finished."""
+
+  class Evaluation:
+    eval_input = types.SimpleNamespace(name='test')
+    _task = types.SimpleNamespace(early_stopping_fn=None)
+
+    def eval_step(self, *args):
+      done.append(args)
+
+    def run(self, state, step):
+      for batch in range(3):
+        self.eval_step(batch)
+      return programs_of_pax.EvalProgramOutput(state, eval_metrics={'loss': 1.0})
+
+  done, report, stream = [], programs.Report(), io.StringIO()
+  (evaluation,) = programs.with_progress(
+      [Evaluation()], report, status_lib.Status(stream), is_cut=lambda: len(done) == 2
+  )
+  assert evaluation.run('state', 7) == programs_of_pax.EvalProgramOutput('state')
+  assert len(done) == 2 and not report.eval_losses
+  assert "step 7: evaluation on 'test' not finished" in stream.getvalue()
+  Evaluation._task.early_stopping_fn = print
+  assert evaluation.run('state', 8).eval_metrics == {'loss': 1.0}
+  assert len(done) == 5 and report.eval_losses == {'test': [(8, 1.0)]}
+
+
 def test_lazy_results_are_fetched_together_and_count_as_scalars():
   """Reading one result fetches its whole group, once; Pax averages them as weighted scalars."""
   fetched = []
@@ -128,27 +180,22 @@ class _Checkpointer:
     self.save_if_needed(step, partitioned_train_state)
 
 
-def test_the_state_is_gathered_only_when_a_save_is_due():
-  """Steps that Pax's manager does not save fetch nothing; saved arrays are on the driver's mesh."""
-  inner, gathered = _Checkpointer(), []
-  mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]).reshape(2, 1), ('stage', 'mdl'))
+def test_the_state_moves_to_actors_only_when_a_save_is_due():
+  """Steps that Pax's manager does not save move nothing; what is saved is what was moved."""
+  inner, placed = _Checkpointer(), []
 
-  def gather(tree):
-    gathered.append(tree)
-    return tree
+  def place(state):
+    placed.append(state)
+    return {'placed': state}
 
-  outer = checkpoint.GatheringCheckpointer(inner, gather, mesh)
-  state = {'w': np.arange(4.0, dtype=np.float32), 'step': np.int32(3)}
-  specs = {'w': jax.sharding.PartitionSpec('stage'), 'step': jax.sharding.PartitionSpec()}
+  outer = checkpoint.PiecewiseCheckpointer(inner, place)
   for step in range(4):
-    outer.save_if_needed(step, state, None, specs, None)
-  outer.save_final(3, partitioned_train_state=state, train_state_pspecs=specs)
-  outer.save_final(3, partitioned_train_state=state, train_state_pspecs=specs)
+    outer.save_if_needed(step, step, None, None, None)
+  outer.save_final(3, partitioned_train_state=3, train_state_pspecs=None)
+  outer.save_final(3, partitioned_train_state=3, train_state_pspecs=None)
   assert inner.checkpoint_manager.saved == [0, 2, 3]
-  assert len(gathered) == 3
-  saved = inner.states[-1]
-  np.testing.assert_array_equal(saved['w'], state['w'])
-  assert saved['w'].sharding == jax.sharding.NamedSharding(mesh, specs['w'])
+  assert placed == [0, 2, 3]
+  assert inner.states == [{'placed': step} for step in placed]
   assert outer.step_to_restore == 7
 
 

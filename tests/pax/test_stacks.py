@@ -21,7 +21,7 @@ import pytest
 
 import pax_mpmd
 from pax_mpmd import errors
-from pax_mpmd.pax import launch
+from pax_mpmd.pax import experiments
 from pax_mpmd.pax import mixin
 from pax_mpmd.pax import partitioner as partitioner_lib
 from pax_mpmd.pax import stacks
@@ -246,11 +246,11 @@ def test_own_yields_that_do_not_fit_are_refused(fields, words):
 def test_flags_say_how_to_cut():
   """The flags give the numbers that an experiment lacks, and contradict none that it has."""
   plain = type('Plain', (Listed,), dict(NUM_STAGES=None, NUM_MICROBATCHES=None))
-  pipeline = launch.mpmd_experiment(plain, num_stages=3, num_microbatches=4)().mpmd_pipeline()
+  pipeline = experiments.mpmd_experiment(plain, num_stages=3, num_microbatches=4)().mpmd_pipeline()
   assert (pipeline.num_stages, pipeline.microbatching.num_microbatches) == (3, 4)
   assert not pipeline.own_yields
   with pytest.raises(errors.ConfigError, match=r'--mpmd_num_stages=3.*TinyLm has NUM_STAGES=4'):
-    launch.mpmd_experiment(tiny.TinyLm, num_stages=3)
+    experiments.mpmd_experiment(tiny.TinyLm, num_stages=3)
 
   class PipelinedElsewhere(Own):
     NUM_STAGES = None
@@ -258,7 +258,7 @@ def test_flags_say_how_to_cut():
     def task(self):
       return tiny.TinyLm().task()
 
-  experiment = launch.mpmd_experiment(PipelinedElsewhere, num_stages=3)
+  experiment = experiments.mpmd_experiment(PipelinedElsewhere, num_stages=3)
   with pytest.raises(errors.ConfigError, match=r'--mpmd_num_stages.*NUM_STAGES=4'):
     experiment().task()
 

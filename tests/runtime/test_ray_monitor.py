@@ -21,9 +21,11 @@ def clock(monkeypatch):
   return now
 
 
-def _reply(index=3, waits_for='', age=1.0, longest=0.01, steps=5):
+def _reply(
+    index=3, waits_for='', age=1.0, longest=0.01, steps=5, running=True, writing=False, written=0
+):
   return {
-      'running': True,
+      'running': running,
       'step': 7,
       'index': index,
       'age': age,
@@ -33,10 +35,14 @@ def _reply(index=3, waits_for='', age=1.0, longest=0.01, steps=5):
       'longest': longest,
       'steps': steps,
       'compiled': (0, 0),
+      'writing': writing,
+      'written': written,
   }
 
 
-def _watch_for(watch, clock, seconds, replies, loading=False, stepping=True, first_step=False):
+def _watch_for(
+    watch, clock, seconds, replies, loading=False, stepping=True, first_step=False, writing=False
+):
   """Looks every half second; actors without a reply don't answer. (Failure, after how long)."""
   start = clock[0]
   while clock[0] - start < seconds:
@@ -45,7 +51,7 @@ def _watch_for(watch, clock, seconds, replies, loading=False, stepping=True, fir
       watch.asks(actor)
       if reply is not None:
         watch.answered(actor, reply)
-    failure = watch.look(loading, stepping, first_step)
+    failure = watch.look(loading, stepping, first_step, writing)
     if failure is not None:
       return failure, clock[0] - start
   return None, seconds
@@ -98,6 +104,26 @@ def test_progress_is_no_stall(clock):
     assert failure is None
 
 
+@pytest.mark.parametrize('stepping', [True, False])
+def test_writing_takes_its_time(clock, stepping):
+  """While a checkpoint is written nothing needs to move for minutes, but then it is stuck."""
+  waits = 'a checkpoint to be written' if stepping else ''
+  stuck = _reply(waits_for=waits, running=stepping, writing=True)
+  watch = Watch(2, Limits())
+  failure, after = _watch_for(
+      watch, clock, 1000, [_reply(running=False), stuck], stepping=stepping, writing=True
+  )
+  assert (failure.actor, failure.kind) == (1, FailureKind.STUCK)
+  assert 300 < after < 310
+  assert 'checkpoint' in failure.message and 'write_timeout_s' in failure.message
+  # As long as arrays get written, it is not.
+  watch = Watch(1, Limits())
+  for written in range(4):
+    replies = [_reply(waits_for=waits, running=stepping, writing=True, written=written)]
+    failure, _ = _watch_for(watch, clock, 200, replies, stepping=stepping, writing=True)
+    assert failure is None
+
+
 def test_driver_was_stopped(clock):
   """A pause of the driver itself is not held against the actors."""
   watch = Watch(1, Limits())
@@ -112,10 +138,11 @@ def test_primary_cause():
   """A raised exception comes before a death, a death before a stall, and a lost peer last."""
   reports = [Failure(kind, actor, '') for actor, kind in enumerate(reversed(FailureKind))]
   assert [failure.kind for failure in sorted(reports, key=lambda f: f.kind)] == [
+      FailureKind.UNREADABLE,
       FailureKind.EXCEPTION,
       FailureKind.DEATH,
       FailureKind.STUCK,
       FailureKind.LOST_PEER,
   ]
-  assert primary(reports).kind is FailureKind.EXCEPTION
+  assert primary(reports).kind is FailureKind.UNREADABLE
   assert primary(reports[:2]).kind is FailureKind.STUCK

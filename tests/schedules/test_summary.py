@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 import runpy
+import sys
 
 from pax_mpmd.schedules import FromTable
 from pax_mpmd.schedules import NAMES
@@ -23,8 +24,9 @@ def test_the_table_in_the_docs_is_the_generated_one():
   assert end and table == markdown_table()
 
 
-def test_the_command_prints_the_table(capsys):
+def test_the_command_prints_the_table(capsys, monkeypatch):
   """`python -m pax_mpmd.schedules` prints the table and nothing else."""
+  monkeypatch.setattr(sys, 'argv', ['schedules'])
   runpy.run_module('pax_mpmd.schedules', run_name='__main__')
   assert capsys.readouterr().out == markdown_table()
 
