@@ -26,8 +26,8 @@ START_LIMIT_S = 600
 # From a failure to the error, and to the last process of the run being gone.
 ERROR_LIMIT_S = 10
 GONE_LIMIT_S = 10
-# From a signal to the end of the run, a checkpoint included.
-STOP_LIMIT_S = 20
+# From a signal to the end of the run, a checkpoint included; other suites may run beside this.
+STOP_LIMIT_S = 60
 
 
 def _start(folder: Path) -> live.Live:

@@ -7,6 +7,8 @@ import numbers
 import time
 import types
 
+from absl import flags
+from absl.testing import flagsaver
 from clu import metrics as clu_metrics
 import jax
 from jax import numpy as jnp
@@ -90,7 +92,8 @@ def test_summaries_can_be_waited_for(tmp_path):
 
   train, _, _ = _programs(io.StringIO())
   train.finish_summaries()  # a program without any
-  with summary_utils.get_summary_writer(tmp_path) as writer:
+  with flagsaver.flagsaver(), summary_utils.get_summary_writer(tmp_path) as writer:
+    flags.FLAGS.mark_as_parsed()
     handler = summary_utils.SummaryHandler(writer, 1, is_async=True)
     train._inner._train_summary_handler = handler
     handler.process(1, Slow(), None, {})
@@ -98,6 +101,7 @@ def test_summaries_can_be_waited_for(tmp_path):
     (file,) = tmp_path.iterdir()
     assert b'loss' in file.read_bytes()
     handler.close()
+  flags.FLAGS.unparse_flags()
 
 
 def test_a_stop_request_leaves_an_evaluation_between_two_batches():
