@@ -45,16 +45,39 @@ def _core(slow: str, fast: str):
   return lambda options: _against((slow, fast), core_step.Gpt(), core_step, options)
 
 
-def _lines_of(module: str):
+def _of_limit(name: str, model: Any, module: Any):
+  """How near a side comes to the limit of its step on this machine."""
+
   def run(options: Any) -> dict[str, Any]:
-    del options
-    done = subprocess.run(
-        [sys.executable, '-m', module], capture_output=True, text=True, check=True,
-        env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    )
-    return {'lines': done.stdout.splitlines()}
+    measured = alternating.measure({name: module.side(name, model)}, options.rounds, options.steps)
+    seconds = statistics.median(measured[name].seconds)
+    lines = _output('integration.bench.limit', name, json.dumps(dataclasses.asdict(model)))
+    limit = json.loads(lines[-1])  # others print too
+    kinds = ', '.join(f'{kind} {s:.3f}' for kind, s in limit['by_kind'].items())
+    return {
+        'limit': limit,
+        'seconds': seconds,
+        'reached': limit['seconds'] / seconds,
+        'lines': [
+            f'limit {1 / limit["seconds"]:.3f} steps/s (seconds on one core: {kinds})',
+            f'{name} {1 / seconds:.3f} steps/s, {limit["seconds"] / seconds:.2f} of it',
+        ],
+    }
 
   return run
+
+
+def _output(module: str, *args: str) -> list[str]:
+  done = subprocess.run(
+      [sys.executable, '-m', module, *args], stdout=subprocess.PIPE, text=True, check=True,
+      stderr=sys.stderr if os.environ.get('BENCH_VERBOSE') else subprocess.DEVNULL,
+      env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'},
+  )
+  return done.stdout.splitlines()
+
+
+def _lines_of(module: str):
+  return lambda options: {'lines': _output(module)}
 
 
 BENCHMARKS = {
@@ -62,9 +85,11 @@ BENCHMARKS = {
     'spmd, M = 8': _pax('spmd', microbatches=8),
     'circular spmd, M = 8': _pax('spmd', microbatches=8, circular_repeat=2),
     'data parallel, not pipelined': _pax('data', microbatches=8),
+    'limit, M = 8': _of_limit('mpmd', _PAX, pax_step),
     'jax.jit on one device / local': _core('plain', 'local'),
     'jax.jit on one device / ray': _core('plain', 'ray'),
     'jax.jit, 2-way data parallel / ray': _core('data', 'ray'),
+    'limit of jax.jit on one device': _of_limit('ray', core_step.Gpt(), core_step),
     'control': _lines_of('integration.bench.control'),
     'channel': _lines_of('integration.bench_channel'),
 }

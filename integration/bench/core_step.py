@@ -13,7 +13,7 @@ from typing import Any
 
 from integration.bench import alternating
 
-__all__ = ['Gpt', 'side']
+__all__ = ['Gpt', 'build', 'side']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,14 @@ def _initial(model: Gpt, optimizer: Any) -> Any:
   return params, jax.tree_util.tree_map(np.asarray, optimizer.init(params))
 
 
-def _build(name: str, model: Gpt):
+def build(name: str, model: Gpt, runtime: Any | None = None):
+  """What `alternating.serve` needs.
+
+  Args:
+    name: of the side.
+    model: the model.
+    runtime: where it runs if it is distributed; None: what the side's name says.
+  """
   import jax
   import numpy as np
   import optax
@@ -145,7 +152,7 @@ def _build(name: str, model: Gpt):
       sharding = {'in_shardings': (whole, split), 'out_shardings': whole}
     step_fn = jax.jit(train_step, donate_argnums=0, **sharding)
   else:
-    runtime = mpmd.RayRuntime() if name == 'ray' else mpmd.LocalRuntime()
+    runtime = runtime or (mpmd.RayRuntime() if name == 'ray' else mpmd.LocalRuntime())
     step_fn = mpmd.mpmd_jit(
         train_step,
         schedule=mpmd.schedules.get(model.schedule, model.stages, model.actors),
@@ -167,4 +174,4 @@ def _build(name: str, model: Gpt):
 
 
 if __name__ == '__main__':
-  alternating.serve(lambda: _build(sys.argv[1], Gpt(**json.loads(sys.argv[2]))))
+  alternating.serve(lambda: build(sys.argv[1], Gpt(**json.loads(sys.argv[2]))))

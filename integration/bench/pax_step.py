@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from typing import Any
 
 from integration.bench import alternating
 
-__all__ = ['Model', 'side']
+__all__ = ['Model', 'build', 'side']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,14 @@ def side(name: str, model: Model) -> alternating.Side:
   return alternating.side('integration.bench.pax_step', name, model, devices)
 
 
-def _build(name: str, model: Model):
+def build(name: str, model: Model, runtime: Any | None = None):
+  """What `alternating.serve` needs.
+
+  Args:
+    name: of the side.
+    model: the model.
+    runtime: where it runs if it is distributed; None: what the side's name says.
+  """
   import jax
   from jax import numpy as jnp
   import numpy as np
@@ -53,11 +61,11 @@ def _build(name: str, model: Model):
   from praxis import base_hyperparams
   from praxis import py_utils
 
+  import pax_mpmd
   from pax_mpmd import schedules
   from pax_mpmd.pax import backend as backend_lib
   from pax_mpmd.pax import partitioner as partitioner_lib
   from pax_mpmd.pax import transform
-  from pax_mpmd.runtime.ray_runtime import RayRuntime
 
   class Sizes:
     NUM_LAYERS = model.layers
@@ -107,7 +115,7 @@ def _build(name: str, model: Model):
     schedule = schedules.get(model.schedule or default, stages, model.actors or model.stages)
     backend = backend_lib.Backend(
         schedule,
-        RayRuntime(),
+        runtime or pax_mpmd.RayRuntime(),
         trace_steps=5 if model.trace_dir else 0,
         trace_dir=model.trace_dir or '',
     )
@@ -137,4 +145,4 @@ def _build(name: str, model: Model):
 
 
 if __name__ == '__main__':
-  alternating.serve(lambda: _build(sys.argv[1], Model(**json.loads(sys.argv[2]))))
+  alternating.serve(lambda: build(sys.argv[1], Model(**json.loads(sys.argv[2]))))

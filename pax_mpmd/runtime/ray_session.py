@@ -74,6 +74,9 @@ def worker_environment(
   flags += [f'--xla_cpu_multi_thread_eigen={eigen}', f'intra_op_parallelism_threads={threads}']
   env['XLA_FLAGS'] = ' '.join(flags)
   env['OMP_NUM_THREADS'] = str(threads)
+  # What XLA takes for the number of cores: else it splits loops that the flags above don't know of,
+  # and threads that have no part wait for one in a busy loop.
+  env['NPROC'] = str(threads)
   env.update({name: str(value) for name, value in (actor_env or {}).items()})
   return env
 

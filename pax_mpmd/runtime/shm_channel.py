@@ -85,7 +85,7 @@ class ShmOutgoing:
     # The sender thread is idle while nothing is queued, so the ring is the caller's then.
     if self._inline and self._num_queued == self._num_done:
       nbytes = sum(array.nbytes for array in arrays)
-      if nbytes <= _INLINE_BYTES and self._try_space() >= nbytes + _HEADER.size:
+      if nbytes <= _INLINE_BYTES and self._has_space(nbytes + _HEADER.size):
         self._write(arrays, label)
         self.check()
         return
@@ -112,9 +112,9 @@ class ShmOutgoing:
     self._ring.shutdown()
     self._queue.put(None)
 
-  def _try_space(self) -> int:
+  def _has_space(self, nbytes: int) -> bool:
     try:
-      return self._ring.space()
+      return self._ring.has_space(nbytes)
     except RingClosed as error:
       self._error = error
       self.check()

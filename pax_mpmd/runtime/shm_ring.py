@@ -88,10 +88,12 @@ class RingWriter(_End):
     self._announced = 0
     self._read_by_peer = 0
 
-  def space(self) -> int:
-    """How many bytes can be written without waiting."""
+  def has_space(self, nbytes: int) -> bool:
+    """Whether so many bytes can be written without waiting."""
+    if nbytes <= self.size - (self._written - self._read_by_peer):
+      return True  # without asking the kernel
     self._read_by_peer = self._hear(self._read_by_peer, wait=False)
-    return self.size - (self._written - self._read_by_peer)
+    return nbytes <= self.size - (self._written - self._read_by_peer)
 
   def write(self, data: np.ndarray) -> None:
     """Writes bytes (uint8[n], any n), waiting for space as needed.

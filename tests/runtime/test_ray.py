@@ -22,6 +22,7 @@ from pax_mpmd.runtime.local import LocalRuntime
 from pax_mpmd.runtime.processes import descendants
 from pax_mpmd.runtime.processes import Process
 from pax_mpmd.runtime.ray_runtime import RayRuntime
+from pax_mpmd.runtime.ray_session import worker_environment
 from tests.runtime import plans
 
 _LIMIT_S = 10.0
@@ -216,6 +217,17 @@ def test_exception_in_a_task(two_actors):
   assert 'INVALID_ARGUMENT' in error.remote_traceback
 
 
+@pytest.mark.parametrize('threads, sees', [(None, '1'), (3, '3')])
+def test_cores_that_a_worker_sees(monkeypatch: pytest.MonkeyPatch, threads: int | None, sees: str):
+  """XLA takes NPROC for the number of cores; what the user says of an actor's variables wins."""
+  monkeypatch.setenv('NPROC', '64')
+  monkeypatch.setenv('XLA_FLAGS', '--xla_force_host_platform_device_count=8 --xla_cpu_use_acl=1')
+  env = worker_environment(None, threads)
+  assert (env['NPROC'], env['OMP_NUM_THREADS']) == (sees, sees)
+  assert '--xla_cpu_use_acl=1' in env['XLA_FLAGS'] and 'device_count' not in env['XLA_FLAGS']
+  assert worker_environment({'NPROC': 5}, threads)['NPROC'] == '5'
+
+
 def test_bad_flag(three_actors):
   """A flag that ends the workers at their start is quoted with what the worker said of it."""
   runtime = RayRuntime(actor_env={'XLA_FLAGS': '--xla_no_such_flag=1'})
@@ -271,6 +283,7 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import numpy as np
 from pax_mpmd.runtime.ray_runtime import RayRuntime
+from pax_mpmd.runtime.ray_session import worker_environment
 from tests.runtime import plans
 runtime = RayRuntime()
 runtime.start(2)
