@@ -20,8 +20,8 @@ def measure(num_actors: int = 2, num_microbatches: int = 64, num_steps: int = 30
 
   Returns:
     'instruction_us': the step's time over the instructions of the actor that has most;
-    'instructions': of that actor; 'driver_us': median processor time of a call that starts a step (it also waits, for the step
-    before the last);
+    'instructions': of that actor; 'driver_us': median processor time of a call that starts a step
+    (it may also wait, for the step before the last);
     'ahead': how many of the steps were sent before the one before them had ended.
   """
   import jax
