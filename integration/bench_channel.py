@@ -16,29 +16,29 @@ import numpy as np
 
 _SIZES = {'4 kB': 4 << 10, '64 kB': 64 << 10, '1 MB': 1 << 20, '8 MB': 8 << 20, '32 MB': 32 << 20}
 _REPEATS = 60
-_MIN_RING = 1 << 20
 
 
 def _bounce(actor: int, run_id: str, barrier, results) -> None:
   os.environ['JAX_PLATFORMS'] = 'cpu'
   os.environ['XLA_FLAGS'] = '--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1'
   from pax_mpmd.compile.program import Aval
+  from pax_mpmd.runtime import shm_channel
   from pax_mpmd.runtime import xla
   from pax_mpmd.runtime.devices import ActorDevices
-  from pax_mpmd.runtime.shm_channel import ShmTransport
 
   device = xla.local_devices()[0]
   measured = {}
   transports = []
   for name, nbytes in _SIZES.items():
     # A channel of its own, as a plan with messages of this size would have.
-    transport = ShmTransport(f'{run_id}/{nbytes}', actor, b'secret', ActorDevices([device]))
+    devices = ActorDevices([device])
+    transport = shm_channel.ShmTransport(f'{run_id}/{nbytes}', actor, b'secret', devices)
     transports.append(transport)
     barrier.wait()  # both listen now
     out = transport.outgoing(1 - actor, nbytes)
     back = transport.incoming(1 - actor)
     # The first time round the ring, its memory is new.
-    num_first = max(_REPEATS // 4, _MIN_RING // nbytes + 1)
+    num_first = max(_REPEATS // 4, shm_channel._MIN_RING // nbytes + 1)
     aval = Aval((nbytes // 4,), 'float32')
     array = xla.to_device(np.ones(aval.shape, aval.dtype), device)
     times = []

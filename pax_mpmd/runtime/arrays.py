@@ -13,13 +13,14 @@ from pax_mpmd.errors import MpmdError
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.base import Runtime
 from pax_mpmd.runtime.buffers import Buffer
+from pax_mpmd.runtime.shaped import Shaped
 
 __all__ = ['MpmdArray', 'device_get']
 
 PieceBuffers = tuple[tuple[int, ...], tuple[int, ...], Sequence[Buffer]]
 
 
-class MpmdArray:
+class MpmdArray(Shaped):
   """An array that a step made, in pieces on the actors. Reading it fetches it.
 
   Operators compute with numpy on what was fetched, which can't be written to.
@@ -44,18 +45,6 @@ class MpmdArray:
     self._runtime = runtime
     self._host: np.ndarray | None = None
     self._deleted = False
-
-  @property
-  def ndim(self) -> int:
-    return len(self.shape)
-
-  @property
-  def size(self) -> int:
-    return int(np.prod(self.shape, dtype=np.int64))
-
-  @property
-  def nbytes(self) -> int:
-    return self._aval.nbytes
 
   @property
   def actors(self) -> tuple[int, ...]:
@@ -136,11 +125,6 @@ class MpmdArray:
 
   def __getitem__(self, index: Any) -> np.ndarray:
     return np.asarray(self)[index]
-
-  def __len__(self) -> int:
-    if not self.shape:
-      raise TypeError('len() of a scalar array')
-    return self.shape[0]
 
   def __iter__(self):
     return iter(np.asarray(self))

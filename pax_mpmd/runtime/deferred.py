@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from pax_mpmd.compile.results import Result
 from pax_mpmd.compile.results import separate_results
 from pax_mpmd.runtime import xla
 from pax_mpmd.runtime.devices import ActorDevices
+from pax_mpmd.runtime.shaped import Shaped
 from pax_mpmd.runtime.sources import Computed
 from pax_mpmd.runtime.sources import Constant
 from pax_mpmd.runtime.sources import Source
@@ -20,7 +22,7 @@ from pax_mpmd.runtime.sources import Source
 __all__ = ['DeferredArray', 'deferred']
 
 
-class DeferredArray:
+class DeferredArray(Shaped, abc.ABC):
   """An array that nobody has made yet. A step's actors make the parts of it that they need.
 
   Given to a function of `mpmd_jit`, it never exists as a whole anywhere (unless an actor needs all
@@ -35,21 +37,9 @@ class DeferredArray:
     self.shape = tuple(shape)
     self.dtype = np.dtype(dtype)
 
+  @abc.abstractmethod
   def piece(self, start: Sequence[int], shape: Sequence[int]) -> Source:
     """What makes the box that begins at `start` and is of `shape`."""
-    raise NotImplementedError
-
-  @property
-  def ndim(self) -> int:
-    return len(self.shape)
-
-  @property
-  def size(self) -> int:
-    return int(np.prod(self.shape, dtype=np.int64))
-
-  @property
-  def nbytes(self) -> int:
-    return self.size * self.dtype.itemsize
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
     source = self.piece((0,) * self.ndim, self.shape)
@@ -62,11 +52,6 @@ class DeferredArray:
 
   def __getitem__(self, index: Any) -> np.ndarray:
     return np.asarray(self)[index]
-
-  def __len__(self) -> int:
-    if not self.shape:
-      raise TypeError('len() of a scalar array')
-    return self.shape[0]
 
   def __int__(self) -> int:
     return int(np.asarray(self))
